@@ -59,6 +59,7 @@ from tasks.pipeline.prefect_stages import embed_figure, publish_page, wrap_stage
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
 from tasks.pipeline.stage_key import StageKeys
 from tasks.pipeline.stage_result import STAGE_LOG
+from tasks.tracking.run_ids import shorten_run_name
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +188,9 @@ def execute_pipeline(
         stopping.on_forced_exit(pipeline_run.abandon_run),
     ):
         mark_flow_runs_crashed(run.flow_run_id for run in pipeline_run.crashed_runs)
+        if request.display is None or not request.display.is_quiet:
+            short_id = shorten_run_name(pipeline_run.output, pipeline_run.parent.name)
+            report_message(f"run      {short_id}")
         if pipeline_run.threads_note:
             report_message(pipeline_run.threads_note)
         run_dag(pipeline_run, models or {}, wrap_stage_task)
@@ -251,6 +255,7 @@ def _collect_facts(pipeline_run: PipelineRun) -> dict[str, Any]:
     """Collect the locations of a finished run, its tracking cost, and what is left to do."""
     cost = pipeline_run.tracking.cost
     facts: dict[str, Any] = {
+        "id": shorten_run_name(pipeline_run.output, pipeline_run.parent.name),
         "output": str(pipeline_run.home),
         "logs": str(pipeline_run.stages_folder / "*" / "*" / STAGE_LOG),
         "runs_url": pipeline_run.tracking.build_runs_url(),
@@ -260,7 +265,7 @@ def _collect_facts(pipeline_run: PipelineRun) -> dict[str, Any]:
         "tracking_background_seconds": cost.background_seconds,
     }
     if pipeline_run.undelivered.total:
-        sync = format_posttrain_command("sync", pipeline_run.output)
+        sync = format_posttrain_command("store sync", pipeline_run.output)
         facts["undelivered"] = f"{pipeline_run.undelivered}; `{sync}` or the next run delivers them"
     if pipeline_run.postponed_reason:
         facts |= {"decision": "postponed", "note": pipeline_run.postponed_reason}

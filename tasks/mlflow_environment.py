@@ -23,7 +23,7 @@ URI_VARIABLE = "MLFLOW_TRACKING_URI"
 STORE_SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 _FILE_SCHEMES = ("", "file")  # folders, which MLflow reads from the variable, but settings refuse
 
-Page = Literal["mlflow", "prefect"]
+Page = Literal["live", "mlflow", "prefect"]
 
 
 def build_offline_environment() -> dict[str, str]:
@@ -109,4 +109,6 @@ def find_served_page(output: Path, page: Page) -> str:
 
 
 def _resolve_page_record_path(output: Path, page: Page) -> Path:
+    if page == "live":  # which has no folder for its data
+        return Path(os.path.abspath(output)) / "logs" / "live-page.json"
     return Path(os.path.abspath(output)) / page / "page.json"

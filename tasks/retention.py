@@ -1,4 +1,4 @@
-"""Garbage collection behind `posttrain gc`: what is still needed, what to remove, and the bytes that this frees.
+"""Garbage collection behind `posttrain store gc`: what is still needed, what to remove, and the bytes that this frees.
 
 A pipeline's runs, versions and finished stages form a graph. Needed are: the newest runs (a sweep with its trials
 counts as one); every open run (waiting for approval, or running on another machine); every version with an alias; the

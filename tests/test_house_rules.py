@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-from posttrain.cli.main import COMMANDS
+from posttrain.cli.main import list_commands
 
 PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
 VERBS = frozenset((ROOT / "tests" / "house" / "verbs.txt").read_text().split())
@@ -43,7 +43,7 @@ AVOIDED = (
     "of its own",
 )
 # `posttrain/cli/main.py` imports the module of a command by its name.
-COMMAND_MODULES = {f"posttrain.cli.{name.replace('-', '_')}" for name in COMMANDS}
+COMMAND_MODULES = {f"posttrain.cli.{name.replace(' ', '_')}" for name in list_commands()}
 LONGEST_FILE, LONGEST_FUNCTION = 600, 85
 SMALL_FILE = 80
 

@@ -56,7 +56,7 @@ LEVELS = {
         {""},
     ],
     "posttrain": [
-        {"settings_files", "operations", "planning", "verification", "online"},
+        {"install", "settings_files", "operations", "planning", "verification", "online"},
         {"web"},
         {"serving", "training_service"},
         {"monitor"},

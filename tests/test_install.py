@@ -1,6 +1,8 @@
-"""deployments/install.py: the arguments of uv, and the installation by pip if uv fails."""
+"""posttrain/install.py: the arguments of uv, and the installation by pip if uv fails."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -12,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def install(monkeypatch):
     spec = importlib.util.spec_from_file_location(
-        "posttrain_install", ROOT / "deployments" / "install.py"
+        "posttrain_install", ROOT / "posttrain" / "install.py"
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -38,25 +40,25 @@ def test_settings_of_pip_reach_uv_and_the_environment_wins_over_files(install, m
     monkeypatch.setattr(
         install.subprocess, "run", lambda *_, **__: CompletedProcess([], 0, stdout=listed)
     )
-    settings = install.pip_settings()
+    settings = install.read_pip_settings()
     assert settings == {"index-url": "https://two/simple", "find-links": "/wheels"}
-    assert install.handed_over(settings) == {
+    assert install.convert_to_uv_variables(settings) == {
         "UV_DEFAULT_INDEX": "https://two/simple",
         "UV_FIND_LINKS": "/wheels",
     }
     monkeypatch.setenv("UV_FIND_LINKS", "/mine")
-    assert install.handed_over(settings) == {"UV_DEFAULT_INDEX": "https://two/simple"}
+    assert install.convert_to_uv_variables(settings) == {"UV_DEFAULT_INDEX": "https://two/simple"}
 
 
 def test_a_build_of_torch_at_hand_or_a_driver_decides_on_the_build(install, monkeypatch, tmp_path):
     monkeypatch.setattr(install.sys, "platform", "linux")
     monkeypatch.setattr(install.shutil, "which", lambda name: None)
-    assert install.wants_cpu_build({})
-    assert install.wants_cpu_build({"UV_FIND_LINKS": f"{tmp_path}, /nowhere"})
+    assert install.needs_cpu_build({})
+    assert install.needs_cpu_build({"UV_FIND_LINKS": f"{tmp_path}, /nowhere"})
     (tmp_path / "torch-2.13.0-cp311-none-any.whl").touch()
-    assert not install.wants_cpu_build({"UV_FIND_LINKS": str(tmp_path)})
+    assert not install.needs_cpu_build({"UV_FIND_LINKS": str(tmp_path)})
     monkeypatch.setattr(install.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    assert not install.wants_cpu_build({})
+    assert not install.needs_cpu_build({})
 
 
 def test_an_index_of_cpu_builds_that_does_not_answer_is_followed_by_the_usual_one(
@@ -64,8 +66,8 @@ def test_an_index_of_cpu_builds_that_does_not_answer_is_followed_by_the_usual_on
 ):
     commands = Commands({"--torch-backend": 2})
     monkeypatch.setattr(install.subprocess, "run", commands)
-    monkeypatch.setattr(install, "wants_cpu_build", lambda environment: True)
-    assert install.with_uv("project") is None
+    monkeypatch.setattr(install, "needs_cpu_build", lambda environment: True)
+    assert install.install_with_uv(["--editable", "project"]) is None
     attempts = [command for command in commands.seen if "--editable" in command]
     assert [("--torch-backend" in command) for command in attempts] == [True, False]
     assert "does not answer" in capsys.readouterr().out
@@ -83,7 +85,7 @@ def test_pip_installs_where_uv_fails_and_its_failure_is_the_exit_code(install, m
         "torch",
         f"{ROOT}[dev]",
     ]
-    assert "uv failed (exit code 2); pip installs instead" in capsys.readouterr().out
+    assert "uv failed (exit code 2); pip installs them" in capsys.readouterr().out
     monkeypatch.setattr(install.subprocess, "run", Commands({"/bin/uv": 2, "torch": 7}))
     assert install.main() == 7
 
@@ -95,4 +97,29 @@ def test_ctrl_c_is_no_failure_of_uv_after_which_pip_would_install(install, monke
     monkeypatch.setattr(install.subprocess, "run", interrupted)
     monkeypatch.setattr(install.sys, "argv", ["install.py"])
     assert install.main() == 130
-    assert capsys.readouterr().err == "stopped by Ctrl-C; the same command goes on\n"
+    assert capsys.readouterr().err == "stopped by Ctrl-C; the same command continues\n"
+
+
+def test_a_wheel_installs_its_own_version_and_pins_without_a_checkout(install, monkeypatch, capsys):
+    assert install.format_project("") == ["--editable", str(ROOT)]
+    monkeypatch.setattr(install, "IS_CHECKOUT", False)
+    monkeypatch.setattr(install, "version", lambda name: "0.1.0")
+    assert install.format_project("monitor,wandb") == ["posttrain[monitor,wandb]==0.1.0"]
+    commands = Commands({})
+    monkeypatch.setattr(install.subprocess, "run", commands)
+    monkeypatch.setattr(install, "needs_cpu_build", lambda environment: False)
+    assert install.main(["--torch", "cpu"]) == 0
+    assert commands.seen[-1][-3:] == ["posttrain==0.1.0", "--torch-backend", "cpu"]
+    assert str(install.CONSTRAINTS) in commands.seen[-1]
+    assert "--torch cpu: torch's CPU build" in capsys.readouterr().out
+
+
+def test_the_script_of_the_checkout_is_the_same_program():
+    done = run([sys.executable, ROOT / "deployments" / "install.py", "--help"])
+    assert done.returncode == 0 and "--torch" in done.stdout
+    done = run([sys.executable, "-m", "posttrain.install", "--extras"], cwd=ROOT)
+    assert done.returncode == 2 and "expected one argument" in done.stderr
+
+
+def run(command, **options):
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)

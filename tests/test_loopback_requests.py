@@ -26,7 +26,7 @@ from flows.retrain import retrain
 from flows.runtime.embedded_server import _EmbeddedServer
 from flows.single_stage import compare_models, single_stage
 from flows.sweep.sweep_flow import sweep
-from posttrain.cli import doctor
+from posttrain.cli import check_machine as doctor
 from posttrain.cli.ui import PageServer
 from posttrain.monitor import service_views
 from posttrain.operations import connection, services

@@ -80,7 +80,10 @@ EXCEPTIONS = {
     ): "to a temporary name, which is adopted",
     ("flows/runtime/import_setup.py", "tempfile.gettempdir"): "the home of a user without one",
     ("flows/runtime/import_setup.py", "os.mkdir"): "as above",
-    ("posttrain/cli/doctor.py", "tempfile.TemporaryFile"): "tries whether a folder can be written",
+    (
+        "posttrain/cli/check_machine.py",
+        "tempfile.TemporaryFile",
+    ): "tries whether a folder can be written",
     (
         "posttrain/cli/model_capabilities.py",
         "tempfile.TemporaryDirectory",

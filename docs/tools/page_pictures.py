@@ -3,7 +3,7 @@
     posttrain up --detach && prefect deployment run post-training/demo      # with Prefect's address, as `up` says it
     posttrain down && python docs/tools/page_pictures.py [--output outputs] [--pictures tests/benchmarks/pictures]
 
-Serves the output folder with `posttrain up` and `posttrain monitor` on ports of its own, opens each page at 1,400 px,
+Serves the output folder with `posttrain up` and `posttrain ui --live` on ports of its own, opens each page at 1,400 px,
 some also at 420 px and dark, and writes PNGs with 128 colours; of a run that waits for approval the form. Needs the
 extra `monitor`, Pillow and Chromium.
 """
@@ -187,7 +187,7 @@ def served(output: Path) -> Iterator[dict[str, str]]:
     posttrain = [sys.executable, "-m", "posttrain.cli.main"]
     ports = ["--mlflow-port", str(MLFLOW_PORT), "--prefect-port", str(PREFECT_PORT)]
     up = [*posttrain, "up", "--detach", "--output", str(output), *ports]
-    monitor = [*posttrain, "monitor", "--output", str(output), "--port", str(MONITOR_PORT)]
+    monitor = [*posttrain, "ui", "--live", "--output", str(output), "--port", str(MONITOR_PORT)]
     process = None
     try:
         output_text = subprocess.run(

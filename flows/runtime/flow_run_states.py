@@ -1,6 +1,6 @@
 """States of flow runs in Prefect: Stopped for stopped runs, Crashed for killed ones.
 
-`posttrain doctor --repair` uploads pending records of killed runs, marks the runs and shows how to resume them.
+`posttrain check machine --repair` uploads pending records of killed runs, marks the runs and shows how to resume them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tasks.lifecycle.approval import expire_requests, list_approval_requests
 from tasks.lifecycle.crashed_runs import CrashedRun, close_crashed_runs
 from tasks.mlflow_environment import build_default_uri
 from tasks.tracking import Tracking
+from tasks.tracking.run_ids import shorten_run_name
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -86,9 +87,8 @@ def _describe_crashed_run(run: CrashedRun, output: Path) -> str:
     if run.num_undelivered:
         text += f", {run.num_undelivered} records still wait for the tracking store"
     if run.is_pipeline and run.journal_folder.parent.name == "runs":
-        text += (
-            f"\n    posttrain resume {shlex.quote(run.name)} --output {shlex.quote(str(output))}"
-        )
+        name = shlex.quote(shorten_run_name(output, run.name))
+        text += f"\n    posttrain resume {name} --output {shlex.quote(str(output))}"
     return text
 
 

@@ -1,6 +1,6 @@
 """Summary of a pipeline run: its result, the final table, metrics of the parent run, the description in MLflow.
 
-Also the commands that answer a pending approval, as printed by a waiting run and by `posttrain approve`.
+Also the commands that answer a pending approval, as printed by a waiting run and by `posttrain promote --pending`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tasks.lifecycle.approval import ApprovalRequest
 from tasks.pipeline.stage_result import GAIN, StageResult, format_gain
 from tasks.stage_registry import START_MODEL, list_training_stages
 from tasks.tracking import MAX_RESULT_LENGTH, shorten_result
+from tasks.tracking.run_ids import shorten_run_name
 
 if TYPE_CHECKING:
     from tasks.pipeline.pipeline_run import PipelineRun
@@ -166,20 +167,20 @@ def format_result_table(
             )
     console.print()
     pages_answer = facts.get("pages_answer", True)
+    if facts.get("id"):
+        console.print(f"Run         {facts['id']}", soft_wrap=True, highlight=False)
     if run_url and pages_answer:
         console.print(f"MLflow run  {run_url}", soft_wrap=True)
     if facts.get("undelivered"):
         console.print(f"Waiting     {facts['undelivered']}", soft_wrap=True)
     if facts.get("runs_url") and pages_answer:
         console.print(f"All runs    {facts['runs_url']}", soft_wrap=True)
-    console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
+    console.print(f"Output      {facts.get('output', '')}", soft_wrap=True)
     if facts.get("logs"):
         console.print(f"Logs        {facts['logs']}", soft_wrap=True)
     if not pages_answer:
         pages = facts.get("pages", "posttrain ui")
-        console.print(
-            f"Pages       {pages}    shows this run in MLflow and Prefect", soft_wrap=True
-        )
+        console.print(f"Web UI      {pages}    serves its pages", soft_wrap=True)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -323,11 +324,11 @@ class PipelineResult:
 def format_approval_instructions(settings: PipelineSettings, request: ApprovalRequest) -> str:
     """Format the text for the terminal of a waiting run: the evidence, and the commands for another terminal."""
     output = Path(settings.output)
-    store_options = " --config CONFIG" if settings.tracking.uri else format_output_option(output)
+    store_options = " CONFIG" if settings.tracking.uri else format_output_option(output)
     review = output.resolve() / settings.name / "stages" / "promote" / request.key / "review"
     return (
         f"evidence  {review / 'report.html'}\n"
-        f"{_format_form_link(request)}{format_approval_commands(request, store_options)}\n"
+        f"{_format_form_link(request)}{format_approval_commands(request, output, store_options)}\n"
         "Ctrl-C leaves it waiting; the same command continues from here."
     )
 
@@ -340,14 +341,14 @@ def _format_form_link(request: ApprovalRequest) -> str:
     return f"form      {api.removesuffix('/api')}/runs/flow-run/{request.flow_run_id}\n"
 
 
-def format_approval_commands(request: ApprovalRequest, store_options: str) -> str:
+def format_approval_commands(request: ApprovalRequest, output: Path, store_options: str) -> str:
     """Format the two commands that decide.
 
     Args:
-        store_options: options that select the folder or store.
+        store_options: configuration or options that select the folder or store.
     """
-    start = f"posttrain approve {shlex.quote(request.run)}"
+    run = shlex.quote(shorten_run_name(output, request.run))
     return (
-        f"approve   {start} --yes --note 'WHY'{store_options}\n"
-        f"reject    {start} --no --note 'WHY'{store_options}"
+        f"approve   posttrain promote{store_options} --approve {run} --note 'WHY'\n"
+        f"reject    posttrain promote{store_options} --reject {run} --note 'WHY'"
     )

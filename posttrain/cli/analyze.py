@@ -16,32 +16,44 @@ if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
 EXAMPLES = (
-    "analyze outputs/demo/stages/evaluate/KEY --out report",
-    "analyze sft.jsonl policy.jsonl --config demo",
-    "analyze path/to/sft path/to/policy models:/demo@champion --config demo",
+    "analyze outputs/demo/stages/evaluate/KEY --to report",
+    "analyze demo sft.jsonl policy.jsonl",
+    "analyze demo path/to/sft demo-7f3a models:/demo@champion",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_config_argument(
+        parser,
+        optional=True,
+        was_option=True,
+        help_text="a configuration; models need one, whose held-out episodes they play",
+    )
     parser.add_argument(
         "paths",
         metavar="PATH",
         nargs="+",
-        help="trajectories.jsonl files, folders with some, or models",
+        help="trajectories.jsonl files, folders with some, or models and runs",
     )
-    add_config_argument(parser, option=True)
     add_quiet_option(parser)
-    parser.add_argument(
-        "--out", default="analysis", help="output folder of the report (default: analysis)"
-    )
+    parser.add_argument("--to", metavar="FOLDER", help="folder of the report (default: analysis)")
+    # Its name in the last release.
+    parser.add_argument("--out", default="analysis", help=argparse.SUPPRESS)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Analyse trajectory files, or models after evaluating them on the same episodes."""
+    if arguments.config is not None and not run_setup.is_config_name(arguments.config):
+        arguments.config, arguments.paths = None, [arguments.config, *arguments.paths]
     settings = run_setup.load_optional_settings(arguments, import_code=True)
-    from posttrain.cli.model_references import resolve_model_references
+    from posttrain.cli.model_references import resolve_model_references, resolve_run_model
 
+    output, out = (
+        Path(settings.output if settings else arguments.output),
+        Path(arguments.to or arguments.out),
+    )
+    arguments.paths = [resolve_run_model(path, output) for path in arguments.paths]
     models = resolve_model_references(arguments.paths) if settings else {}
     missing = [path for path in arguments.paths if not models and not Path(path).exists()]
     if missing:
@@ -50,14 +62,15 @@ def run_command(arguments: argparse.Namespace) -> int:
         )
     if not settings and (models := resolve_model_references(arguments.paths)):
         raise SettingsError(
-            f"{arguments.paths[0]}: is a model; give its episodes with --config CONFIG"
+            f"{arguments.paths[0]}: is a model; name the configuration whose episodes it plays: posttrain analyze "
+            f"CONFIG {arguments.paths[0]}"
         )
     if settings and models:
-        return _evaluate_and_analyze_models(settings, models, Path(arguments.out), arguments.quiet)
+        return _evaluate_and_analyze_models(settings, models, out, arguments.quiet)
     if settings:
         run_setup.connect_mlflow(settings.output)
     paths = [Path(path) for path in arguments.paths]
-    report = analyze_trajectory_files(paths, settings, Path(arguments.out))
+    report = analyze_trajectory_files(paths, settings, out)
     print(f"report: {report}")
     return 0
 

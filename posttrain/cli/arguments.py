@@ -1,31 +1,64 @@
-"""Options and value types that several commands share."""
+"""Options and value types that several commands share.
+
+Grammar: a configuration is the first argument, a run is named by its short id (demo-7f3a), `--output` is the output
+folder, files and folders that a command writes elsewhere are `--to`, `--json` and `--csv` print data for programs.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
+import sys
 
 from tasks.stage_registry import list_stage_names
 
-DEFAULT_OUTPUT = "outputs"
+
+class _DefaultFolder(str):
+    """Default of `--output`, told from the same text on the command line by its identity."""
+
+    __slots__ = ()
+
+
+DEFAULT_OUTPUT = _DefaultFolder("outputs")
 STAGE_HELP = f"one of {', '.join(list_stage_names())}, or one that the config defines"
+RUN_HELP = "short id (demo-7f3a, as `posttrain runs` lists it) or name of a run, or its pipeline"
+_CONFIG_HELP = "the pipeline's YAML file, or the name of a shipped one, such as demo"
 
 
 def add_config_argument(
-    parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False
+    parser: argparse.ArgumentParser,
+    *,
+    optional: bool = False,
+    was_option: bool = False,
+    metavar: str = "CONFIG",
+    help_text: str = _CONFIG_HELP,
 ) -> None:
-    """Add the configuration, as an argument or as the option `--config`, and `--set`."""
-    help_text = "the pipeline's YAML file, or the name of a shipped one, such as demo"
-    if option:
-        parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=help_text)
+    """Add the configuration as an argument, with `--set` and `--output`.
+
+    Args:
+        optional: the command also works without a configuration.
+        was_option: the configuration was `--config` in the last release, which still works.
+        metavar: CONFIG|RUN for commands that take a run as well.
+    """
+    if optional:
+        parser.add_argument("config", metavar=metavar, nargs="?", help=help_text)
     else:
-        parser.add_argument("config", metavar="CONFIG", help=help_text)
+        parser.add_argument("config", metavar=metavar, help=help_text)
+    if was_option:
+        add_former_config_option(parser)
     add_set_option(
         parser,
         "override a setting, as in stages.policy.learning_rate=3e-4; may be repeated; VALUE is YAML, "
         "and null removes a stage",
     )
+    add_output_option(parser)
+
+
+def add_former_config_option(parser: argparse.ArgumentParser) -> None:
+    """Add the hidden option `--config`, which works for one more release and says the new form."""
+    parser.add_argument("--config", "-c", dest="former_config", help=argparse.SUPPRESS)
 
 
 def add_set_option(parser: argparse.ArgumentParser, help_text: str) -> None:
@@ -37,14 +70,26 @@ def add_set_option(parser: argparse.ArgumentParser, help_text: str) -> None:
 
 def add_output_option(parser: argparse.ArgumentParser) -> None:
     """Add the option `--output`."""
-    help_text = "output folder, without --config (default: outputs)"
-    parser.add_argument("--output", "-o", default=DEFAULT_OUTPUT, help=help_text)
+    parser.add_argument(
+        "--output",
+        "-o",
+        metavar="FOLDER",
+        default=DEFAULT_OUTPUT,
+        help="output folder (default: the configuration's, else outputs)",
+    )
 
 
-def add_config_and_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options `--config` and `--output`; either locates the runs."""
-    add_config_argument(parser, option=True)
-    add_output_option(parser)
+def has_explicit_output(arguments: argparse.Namespace) -> bool:
+    """Return whether `--output` was given on the command line."""
+    return getattr(arguments, "output", DEFAULT_OUTPUT) is not DEFAULT_OUTPUT
+
+
+def list_overrides(arguments: argparse.Namespace) -> list[str]:
+    """Return the settings that the command line overrides: those of `--set`, then the folder of `--output`."""
+    overrides = list(arguments.set)
+    if has_explicit_output(arguments):
+        overrides.append(f"output={json.dumps(str(arguments.output))}")  # VALUE is YAML
+    return overrides
 
 
 def add_allow_drift_option(parser: argparse.ArgumentParser) -> None:
@@ -63,20 +108,56 @@ def add_quiet_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_json_option(parser: argparse.ArgumentParser, help_text: str = "for programs") -> None:
+def add_json_option(
+    parser: argparse.ArgumentParser,
+    help_text: str = "for programs; nothing else on standard output",
+) -> None:
     """Add the option `--json`."""
     parser.add_argument("--json", action="store_true", help=help_text)
 
 
-def add_json_format_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option `--json` as a synonym of `--format json`."""
-    parser.add_argument(
-        "--json",
-        dest="format",
-        action="store_const",
-        const="json",
-        help="the same as --format json",
+def add_data_options(parser: argparse.ArgumentParser, former_formats: tuple[str, ...] = ()) -> None:
+    """Add the options `--json` and `--csv` of a command that prints a table.
+
+    Args:
+        former_formats: choices of the hidden option `--format` of the last release.
+    """
+    formats = parser.add_mutually_exclusive_group()
+    add_json_option(formats)  # type: ignore[arg-type]  # a group takes arguments as a parser does
+    formats.add_argument(
+        "--csv", action="store_true", help="the rows as CSV; nested fields are columns like a.b"
     )
+    if former_formats:
+        add_former_format_option(parser, former_formats)
+
+
+def add_former_format_option(parser: argparse.ArgumentParser, formats: tuple[str, ...]) -> None:
+    """Add the hidden option `--format`; its formats json and csv are the options of these names."""
+    parser.add_argument(
+        "--format",
+        choices=formats,
+        default=formats[0],
+        action=_ChooseFormat,
+        help=argparse.SUPPRESS,
+    )
+
+
+class _ChooseFormat(argparse.Action):
+    """Action of `--format`: set the option of that name."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        for name in ("json", "csv"):
+            if hasattr(namespace, name):
+                setattr(namespace, name, values == name)
+        if values in ("json", "csv"):
+            print(f"posttrain: --format {values} is now --{values}", file=sys.stderr)
 
 
 def add_note_option(parser: argparse.ArgumentParser) -> None:

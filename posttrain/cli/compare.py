@@ -1,4 +1,4 @@
-"""Command `posttrain compare`: settings, stages, curves and results on the same episodes of any number of runs."""
+"""Command `posttrain compare`: runs by settings, stages, curves and results; or two models on the same episodes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import add_config_and_output_options, add_json_format_option
-from posttrain.cli.tables import format_table
+from posttrain.cli.arguments import (
+    RUN_HELP,
+    add_former_config_option,
+    add_former_format_option,
+    add_json_option,
+    add_output_option,
+    add_quiet_option,
+    add_set_option,
+    parse_positive_integer,
+)
+from posttrain.cli.tables import format_table, print_data
 from rl_core.errors import DataError, SettingsError
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from tasks.stage_registry import list_policy_stages, list_stage_names, list_training_stages
@@ -37,38 +46,84 @@ MAX_EXAMPLE_EPISODES = 5  # with different outcomes, per pair of runs
 _MAX_LISTED_RUNS = 5000  # searched for names
 
 EXAMPLES = (
-    "compare 'demo · 2026-11-21 14:00:00' 'demo · 2026-11-21 15:00:00'",
-    "compare demo other_demo --out comparison",
-    "compare RUN_ID RUN_ID RUN_ID --format json",
+    "compare demo-7f3a demo-91bc",
+    "compare demo other_demo --to comparison    (the newest run of each pipeline)",
+    "compare demo --models sft policy    (two models of a pipeline, on its held-out episodes)",
+    "compare --models models:/demo@champion demo-7f3a --episodes 10",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="name or id of a run, or a pipeline (its newest run)"
+    runs = parser.add_argument(
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help=f"{RUN_HELP}; with --models: the configuration whose episodes they play (default: that of the newest run)",
     )
-    add_config_and_output_options(parser)
+    runs.required = False  # --models works without
     parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="default: table"
+        "--models",
+        metavar="MODEL",
+        nargs=2,
+        help="two models: folder, hub name, models:/NAME@ALIAS, a run, or a stage: STAGE, STAGE/KEY, .../epochs/N",
     )
-    add_json_format_option(parser)
     parser.add_argument(
-        "--out", metavar="FOLDER", help="also write compare.json and curves.png into FOLDER"
+        "--episodes",
+        type=parse_positive_integer,
+        default=5,
+        metavar="N",
+        help="with --models: lost and won episodes to show, each (default: 5)",
     )
+    add_former_config_option(parser)
+    add_set_option(
+        parser, "with --models: override a setting of the configuration; may be repeated"
+    )
+    add_output_option(parser)
+    add_json_option(parser)
+    add_former_format_option(parser, ("table", "json"))
+    parser.add_argument(
+        "--to", metavar="FOLDER", help="also write compare.json and curves.png into FOLDER"
+    )
+    parser.add_argument("--out", dest="to", help=argparse.SUPPRESS)  # its name in the last release
+    add_quiet_option(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Compare runs."""
+    """Compare runs, or two models."""
+    arguments.config = getattr(arguments, "config", None)
+    if arguments.models is not None:
+        return _compare_models(arguments)
+    if not arguments.runs:
+        raise SettingsError(
+            "name at least two runs (`posttrain runs` lists them), or two models with --models MODEL MODEL"
+        )
     settings = run_setup.load_optional_settings(arguments)
     output, uri = run_setup.resolve_tracking_store(arguments, settings)
-    report_folder = Path(arguments.out) if arguments.out else None
+    if uri is None:
+        uri = run_setup.find_tracking_uri(output, arguments.runs[0])
+    report_folder = Path(arguments.to) if arguments.to else None
     comparison = compare_tracked_runs(output, uri, arguments.runs, report_folder)
-    if arguments.format == "json":
-        print(json.dumps(comparison, indent=1))
-    else:
+    if not print_data(arguments, comparison):
         run_setup.print_wrapped(format_comparison(comparison))
     return 0
+
+
+def _compare_models(arguments: argparse.Namespace) -> int:
+    """Compare the two models of `--models`, on the episodes of a configuration or of the newest run."""
+    from posttrain.cli.compare_models import compare_models
+
+    if arguments.to:
+        raise SettingsError(
+            "--to: writes a comparison of runs; --models prints (--json for programs)"
+        )
+    configs = [*(arguments.runs or []), *filter(None, [arguments.config])]
+    if len(configs) > 1:
+        raise SettingsError(
+            f"--models takes at most one configuration, not {len(configs)}; runs are compared without --models"
+        )
+    arguments.config = configs[0] if configs else None
+    return compare_models(arguments)
 
 
 @dataclass(frozen=True)
@@ -136,6 +191,7 @@ def compare_tracked_runs(
     comparison = {
         "runs": [
             {
+                "id": run.row.short_id,
                 "run": run.name,
                 "status": run.row.status.lower(),
                 "result": run.row.tags.get("result", ""),
@@ -358,7 +414,7 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
     """Format a comparison for the terminal; runs are called A, B, ..."""
     letters = _assign_letters([row["run"] for row in comparison["runs"]])
     lines = [
-        f"{letters[row['run']]}  {row['run']}  {row['status']}  {row['result'][:90]}"
+        f"{letters[row['run']]}  {_format_run(row)}  {row['status']}  {row['result'][:90]}"
         for row in comparison["runs"]
     ]
     lines += ["", "settings that differ", *_format_settings(comparison["settings"], letters)]
@@ -382,6 +438,10 @@ def format_comparison(comparison: Mapping[str, Any]) -> str:
     for pair in comparison["episodes"]:
         lines += ["", *_format_episode_pair(pair, letters)]
     return "\n".join(lines)
+
+
+def _format_run(row: Mapping[str, str]) -> str:
+    return f"{row['id']} ({row['run']})" if row.get("id") else row["run"]
 
 
 def _assign_letters(runs: Sequence[str]) -> dict[str, str]:

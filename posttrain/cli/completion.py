@@ -126,7 +126,7 @@ def _list_likely_values(action: argparse.Action) -> Sequence[str]:
     """Return the likely values of an option or argument; () = a file, or a name known only at run time."""
     if action.type is parse_stage_name:
         return list_stage_names()
-    if action.metavar != "CONFIG":
+    if action.metavar not in ("CONFIG", "CONFIG|RUN"):
         return ()
     if action.dest == SERVICE_CONFIG:  # of `up`
         return (SERVICE_CONFIG,)

@@ -9,7 +9,7 @@ from rl_core.errors import SettingsError
 TRL_TRAINERS = ("grpo", "rloo", "sft", "dpo", "kto", "reward", "distillation")
 
 EXAMPLES = (
-    "convert grpo.yaml --out mine.yaml",
+    "convert grpo.yaml --to mine.yaml",
     "convert sft.yaml --trainer sft",
     "convert ppo_trainer.yaml",
 )
@@ -26,9 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="trainer of TRL (default: detected by the names in the file)",
     )
-    parser.add_argument(
-        "--out", metavar="FILE", help="write it into a new file (default: print it)"
-    )
+    parser.add_argument("--to", metavar="FILE", help="write it into a new file (default: print it)")
+    parser.add_argument("--out", dest="to", help=argparse.SUPPRESS)  # its name in the last release
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -38,10 +37,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     from tasks.config.yaml_loader import read_yaml
 
     text = convert_config(read_yaml(arguments.file).data, arguments.file, arguments.trainer)
-    if arguments.out is None:
+    if arguments.to is None:
         print(text, end="")
         return 0
-    if not create_file_once(arguments.out, text):
-        raise SettingsError(f"{arguments.out}: exists already; name a new file")
-    print(f"{arguments.out}: written; check it: posttrain validate {arguments.out}")
+    if not create_file_once(arguments.to, text):
+        raise SettingsError(f"{arguments.to}: exists already; name a new file")
+    print(f"{arguments.to}: written; check it: posttrain validate {arguments.to}")
     return 0

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "export models:/demo@champion --to champion",
+    "export demo-7f3a --to policy    (the model of a run)",
     "export models:/demo@champion --to champion --format gguf --type q8_0",
     "export outputs/demo/stages/policy --to adapter --format adapter",
 )
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="models:/NAME@ALIAS, a finished stage's or a model folder, a GGUF file, or a hub name",
+        help="models:/NAME@ALIAS, a run, a finished stage's or a model folder, a GGUF file, or a hub name",
     )
     parser.add_argument("--to", metavar="FOLDER", required=True, help="folder that is created")
     parser.add_argument(
@@ -87,8 +88,9 @@ def _explain_missing_files(folder: str, arguments: argparse.Namespace) -> str:
 
 def _resolve_model_folder(model: str, output: Path, scratch: Path) -> str:
     """Return the model's folder, or its hub name."""
-    from posttrain.cli.model_references import resolve_model_references
+    from posttrain.cli.model_references import resolve_model_references, resolve_run_model
 
+    model = resolve_run_model(model, output)
     path = next(iter(resolve_model_references([model]).values()), None)
     if path is None:
         raise SettingsError(

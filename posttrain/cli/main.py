@@ -4,8 +4,7 @@ The module of a command is imported only when the command runs or its help is pr
 starts quickly. It declares `EXAMPLES`, `add_arguments(parser)` and `run_command(arguments)`, which returns the exit
 code, and imports what takes long inside functions.
 
-Exit codes: 0 done; 1 failed; 2 wrong command, settings or data; 130 and 143 stopped by Ctrl-C and SIGTERM with all
-state saved.
+`posttrain/cli/parser.py` declares the exit codes, `posttrain/cli/former_commands.py` the names of the last release.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from flows.runtime import prefect_outage, stopping
 from flows.runtime.import_setup import (
@@ -32,8 +31,10 @@ from flows.runtime.import_setup import (
 )
 from flows.runtime.stopping import TerminatedBySignal, bound_shutdown_time, unwind_on_sigterm
 from flows.runtime.terminal import escape_control_characters
+from posttrain.cli import former_commands
 from posttrain.cli.parser import (
     ExamplesHelpFormatter,
+    ExitCode,
     OverviewParser,
     SuggestingParser,
     format_first_commands,
@@ -51,7 +52,8 @@ from rl_core.storage import faults
 from rl_core.storage.atomic_files import REMEDIES
 from rl_core.user_code.load import append_working_directory
 
-# Summaries of the commands by group, in the order of `posttrain --help`. A command is the module of its name.
+# Summaries of the commands by group, in the order of `posttrain --help`. A command is the module of its name;
+# `check machine` is check_machine.
 COMMAND_GROUPS: dict[str, dict[str, str]] = {
     "prepare": {
         "init": "write a commented starter config, environment and reward",
@@ -59,36 +61,30 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "data": "show a data file: format, counts, lengths, duplicates, contradictions, examples with loss tokens "
         "marked",
         "validate": "check a configuration without running anything",
-        "plan": "estimate memory, work and hours of each stage; with --simulate, simulate rollout workers or a "
-        "cluster",
+        "check": "check before or instead of a run: this machine, memory and hours, time by phase, crash recovery",
     },
     "train": {
-        "run": "run a pipeline; stages finished with the same settings and data are skipped",
-        "stage": "run one stage; its inputs come from finished stages, or those run first",
+        "run": "run a pipeline, or one stage with --only; cached stages are skipped; --dry-run explains what would run",
         "resume": "resume a killed, stopped or failed run with its own settings, from its last checkpoint",
         "sweep": "run trials that differ in some settings and seeds, sharing all unchanged stages; choose the best",
         "retrain": "retrain if there is data new to the champion, and promote the result if it passes the gate",
+        "schedule": "run or retrain a pipeline at set times, on the servers of `posttrain up`",
         "online": "learn from recorded traffic under guardrails: worker, gate of a server, replay of a buffer, report",
+        "label": "let people compare or score answers on a local page; the result is training data",
     },
     "look": {
-        "runs": "list runs, newest first, with status and result",
-        "why": "explain why stages ran or were skipped, and what changed since",
-        "compare": "compare runs: settings that differ, stages, curves, results on the same episodes, where they "
-        "diverge",
-        "diff": "compare two models on the same held-out episodes: what got better and worse, where they diverge",
-        "monitor": "serve a live page of running and finished runs on this machine until Ctrl-C (needs "
-        "posttrain[monitor])",
-        "ui": "serve the MLflow and the Prefect pages on this machine until Ctrl-C",
-        "profile": "profile a few iterations of a training stage by phase",
+        "runs": "list runs, newest first, with id, status and result",
+        "logs": "print the log of a run or of one of its stages; --follow continues while it is written",
+        "open": "open the pages of a run that answer: live page, MLflow, Prefect, report",
+        "ui": "serve the web UI on this machine until Ctrl-C: live page, MLflow, Prefect",
+        "compare": "compare runs, or with --models two models on the same held-out episodes",
     },
     "judge": {
         "evaluate": "evaluate a model on the held-out episodes of a configuration",
         "analyze": "analyse trajectory files, or models on the same episodes: tables, figures, an HTML report",
         "export": "write a model as a Hugging Face folder, an adapter, or a GGUF file for llama.cpp and ollama",
         "replay": "replay a recorded episode, failed or not, and show where the result differs from the recording",
-        "promote": "move the alias champion manually: back to the previous champion, or to any version",
-        "approve": "approve or reject a pending promotion; without RUN, list pending ones",
-        "prefer": "let people compare or score answers on a local page; the result is training data",
+        "promote": "move the alias champion, or approve and reject pending promotions",
     },
     "serve": {
         "serve": "serve a model over HTTP on this machine, in the dialect of OpenAI's clients (chat completions)",
@@ -98,26 +94,34 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
         "up": "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered",
         "down": "stop `posttrain up`: the worker and its runs (which save first), then the servers",
         "status": "state of the servers of `posttrain up`; exits with 1 unless all are up",
-        "sync": "deliver what runs recorded while the tracking store was unreachable, or before it lost its database",
-        "gc": "remove data needed by no alias, champion lineage or open run; a dry run unless --yes is given",
-        "doctor": "check versions, devices, stores and folders; exits with 1 if a requirement is missing",
-        "verify-resume": "run a pipeline without interruption, and again while killing it; compare the bytes and name "
-        "sources of nondeterminism; exits with 0 if they are equal, 1 if they differ, 2 if that could not be verified",
+        "store": "deliver waiting records to the tracking store, remove data that nothing needs",
         "completion": "print a script that completes commands and options in your shell",
     },
 }
+SUBCOMMANDS: dict[str, dict[str, str]] = {
+    "check": {
+        "machine": "check versions, devices, stores and folders; exits with 1 if a requirement is missing",
+        "plan": "estimate memory, work and hours of each stage; with --simulate, simulate rollout workers or a cluster",
+        "profile": "profile a few iterations of a training stage by phase",
+        "resume": "run a pipeline without interruption, and again while killing it; compare the bytes and name "
+        "sources of nondeterminism; exits with 0 if they are equal, 1 if they differ, 2 if that could not be verified",
+    },
+    "store": {
+        "sync": "deliver what runs recorded while the tracking store was unreachable, or before it lost its database",
+        "gc": "remove data needed by no alias, champion lineage or open run; a dry run unless --yes is given",
+    },
+}
 COMMANDS = {name: summary for group in COMMAND_GROUPS.values() for name, summary in group.items()}
-TRAINING = ("run", "resume", "retrain", "stage", "sweep", "online")  # resumable commands
+TRAINING = ("run", "resume", "retrain", "sweep", "online")  # resumable commands
 # Commands that Ctrl-C ends in bounded time. Servers wait for their clients, a sweep for its trials.
 _BOUNDED_AFTER_CTRL_C = (
     "run",
     "resume",
     "retrain",
-    "stage",
-    "profile",
+    "check profile",
     "evaluate",
     "analyze",
-    "diff",
+    "compare",
 )
 
 # Commands that start no server, and open few files at a time.
@@ -126,14 +130,14 @@ _FEW_FILES = (
     "convert",
     "data",
     "validate",
-    "plan",
+    "check plan",
+    "check machine",
     "runs",
-    "why",
-    "compare",
+    "logs",
+    "open",
     "down",
     "status",
-    "gc",
-    "doctor",
+    "store gc",
     "completion",
 )
 
@@ -141,7 +145,7 @@ WRITABLE_FOLDER_ADVICE = (
     "use a writable folder (--output, or output: in the configuration), or fix this one"
 )
 DISK_SPACE_ADVICE = (
-    "make room, as with `posttrain gc`; the same command resumes from the last checkpoint"
+    "make room, as with `posttrain store gc`; the same command resumes from the last checkpoint"
 )
 SETTINGS_READER = os.path.join("tasks", "config", "schema.py")  # warns of former names
 SHOW_OTHER_WARNING = warnings.showwarning
@@ -167,8 +171,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     repair_standard_streams()
     disable_bytecode_under_file_limit()
     exempt_loopback_from_proxies()
-    words = sys.argv[1:] if argv is None else argv
-    arguments = build_parser(words).parse_args(words)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] and words[0] in former_commands.FORMER_COMMANDS:
+        words = former_commands.translate_command(build_parser(words), words)
+    parser = build_parser(words)
+    arguments = parser.parse_args(words)
+    former_commands.apply_former_config(parser, arguments, words)
     if arguments.command is None:
         print(format_first_commands())
         return 0
@@ -185,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except BrokenPipeError:  # the reader closed the pipe, as in `posttrain runs | head`
         discard_output()
-        return 1
+        return ExitCode.FAILED
     except OSError as error:
         if error.errno not in DISK_FULL_ERRORS:
             raise
@@ -195,21 +203,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
-def import_command_modules(words: Container[str]) -> dict[str, ModuleType]:
-    """Import the modules of the commands among these words; return them by command."""
-    return {
-        name: importlib.import_module(f"posttrain.cli.{name.replace('-', '_')}")
+def list_commands() -> list[str]:
+    """List the commands that run, such as `run` and `check machine`; the module of each has its name."""
+    return [
+        command
         for name in COMMANDS
-        if name in words
+        for command in [f"{name} {part}" for part in SUBCOMMANDS.get(name, ())] or [name]
+    ]
+
+
+def import_command_modules(words: Sequence[str] | None) -> dict[str, ModuleType]:
+    """Import the modules of a command line's command; return them by command.
+
+    Args:
+        words: the command line; None = the modules of all commands.
+    """
+    names = list_commands()
+    if words is not None:
+        names = [name for name in names if name in (" ".join(words[:1]), " ".join(words[:2]))]
+    return {
+        name: importlib.import_module(f"posttrain.cli.{name.replace(' ', '_')}") for name in names
     }
 
 
-def build_parser(words: Container[str] = COMMANDS) -> argparse.ArgumentParser:
+def build_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
     """Build the parser of `posttrain`.
 
     Args:
-        words: a command line: only the commands among its words get their arguments, which their modules declare; by
-            default every command does.
+        words: a command line: only its command gets its arguments, which the command's module declares; None = every
+            command does.
     """
     modules = import_command_modules(words)
     parser = OverviewParser(COMMAND_GROUPS)
@@ -217,22 +239,40 @@ def build_parser(words: Container[str] = COMMANDS) -> argparse.ArgumentParser:
         title="commands", metavar="COMMAND", parser_class=SuggestingParser
     )
     for name, summary in COMMANDS.items():
-        command_parser = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            formatter_class=ExamplesHelpFormatter,
+        command_parser = _add_command_parser(commands, name, name, summary, modules)
+        if name not in SUBCOMMANDS:
+            continue
+        parts = command_parser.add_subparsers(
+            title="commands", metavar="COMMAND", required=True, dest="part"
         )
-        module = modules.get(name)
-        if module is not None:
-            examples = (f"  posttrain {example}" for example in module.EXAMPLES)
-            command_parser.epilog = "\n".join(["examples:", *examples])
-            command_parser.add_argument(
-                "--debug", action="store_true", help="show the traceback of every error"
-            )
-            command_parser.set_defaults(command=name, handler=module.run_command)
-            module.add_arguments(command_parser)
+        for part, part_summary in SUBCOMMANDS[name].items():
+            _add_command_parser(parts, part, f"{name} {part}", part_summary, modules)
+    for name in former_commands.FORMER_COMMANDS:
+        if words is None or words[:1] == [name]:
+            former_commands.add_former_parser(commands, name)
     return parser
+
+
+def _add_command_parser(
+    commands: Any, name: str, command: str, summary: str, modules: Mapping[str, ModuleType]
+) -> argparse.ArgumentParser:
+    """Add the parser of a command, with its arguments if its module is imported."""
+    command_parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        formatter_class=ExamplesHelpFormatter,
+    )
+    module = modules.get(command)
+    if module is not None:
+        examples = (f"  posttrain {example}" for example in module.EXAMPLES)
+        command_parser.epilog = "\n".join(["examples:", *examples])
+        command_parser.add_argument(
+            "--debug", action="store_true", help="show the traceback of every error"
+        )
+        command_parser.set_defaults(command=command, handler=module.run_command)
+        module.add_arguments(command_parser)
+    return command_parser
 
 
 def _show_warning(
@@ -281,7 +321,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
         place = traceback.extract_tb(error.__traceback__)[-1]
         status = "" if error.code is None else repr(error.code)
         text = f"{place.filename}:{place.lineno} ended the command by sys.exit({status})"
-        return _print_failure(arguments, text, 2)
+        return _print_failure(arguments, text, ExitCode.WRONG_INPUT)
     except KeyboardInterrupt as error:
         is_terminated = isinstance(error, TerminatedBySignal)
         signum = signal.SIGTERM if is_terminated else signal.SIGINT
@@ -291,7 +331,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
             arguments, f"stopped by {stopping.describe_signal(signum)}{hint}", 128 + signum
         )
     except (SettingsError, DataError, ModelError, ResumeRefused) as error:
-        return _print_failure(arguments, str(error), 2)
+        return _print_failure(arguments, str(error), ExitCode.WRONG_INPUT)
     except PosttrainError as error:
         return _print_failure(arguments, _append_disk_advice(f"{type(error).__name__}: {error}"), 1)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Explanation of `posttrain doctor --model`: a model's fast paths on this machine, and its chat template."""
+"""Explanation of `posttrain check machine --model`: a model's fast paths on this machine, and its chat template."""
 
 from __future__ import annotations
 

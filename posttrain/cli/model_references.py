@@ -5,6 +5,7 @@ A stage reference is policy, sft/KEY, sft/epochs/2 or sft/KEY/epochs/2. The chec
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from tasks.tracking.registry import (
     is_registered_reference,
     refuse_unregistered_model,
 )
+from tasks.tracking.run_ids import AmbiguousRun, find_named_run, is_short_id, list_named_runs
 
 _STAGE_REFERENCE = re.compile(
     rf"([a-z][a-z0-9_]*)(?:/([0-9a-f]{{4,16}}))?(?:/{EPOCH_MODELS}/(\d+))?"
@@ -30,14 +32,45 @@ _STAGE_KEY = re.compile(r"[0-9a-f]{16}")  # name of a finished stage's folder
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
+def resolve_run_model(reference: str, output: Path) -> str:
+    """Return the folder of the last model that a run trained; return other references unchanged.
+
+    Args:
+        reference: short id of a run of the output folder.
+    Raises: DataError for an ambiguous id; SettingsError for a run without a finished model.
+    """
+    if not is_short_id(reference) or os.path.lexists(reference) or not output.is_dir():
+        return reference
+    try:
+        run = find_named_run(list_named_runs(output.resolve()), reference, output)
+    except AmbiguousRun:
+        raise
+    except DataError:
+        return reference
+    assert run.folder is not None
+    from posttrain.monitor.reader import RunReader
+
+    view = RunReader(output.resolve()).load_run(f"{run.pipeline}/{run.folder.name}")
+    folders = {stage.label: stage.folder for stage in view.stages} if view is not None else {}
+    for stage in reversed(list_policy_stages()):
+        folder = folders.get(stage)
+        if folder is not None and _STAGE_KEY.fullmatch(folder.name) and (folder / "model").is_dir():
+            return str(folder / "model")
+    raise SettingsError(
+        f"{reference}: this run has no finished model (`posttrain logs {reference}`)"
+    )
+
+
 def resolve_stage_model(reference: str, home: Path) -> str:
     """Return the model folder of a finished stage, the newest one without a key; return other references unchanged.
 
     Args:
-        reference: STAGE, STAGE/KEY (its first digits suffice), each with /epochs/N for the model of an epoch.
+        reference: STAGE, STAGE/KEY (its first digits suffice), each with /epochs/N for the model of an epoch; or a
+            run's short id, for its last model.
         home: the pipeline's folder.
     Raises: SettingsError for a stage of the pipeline that has no such model.
     """
+    reference = resolve_run_model(reference, home.parent)
     match = _STAGE_REFERENCE.fullmatch(reference)
     if match is None or Path(reference).exists() or match[1] not in list_policy_stages():
         return reference

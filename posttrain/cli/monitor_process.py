@@ -36,7 +36,7 @@ def serve_monitor_page(output: Path, is_enabled: bool) -> Iterator[None]:
         )
     make_folder(output)
     process = start_child(
-        [sys.executable, "-P", "-m", "posttrain.cli.main", "monitor", "--output", str(output)],
+        [sys.executable, "-P", "-m", "posttrain.cli.main", "ui", "--live", "--output", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         environment={**os.environ, "PYTHONPATH": build_python_path(os.environ)},
@@ -54,5 +54,5 @@ def serve_monitor_page(output: Path, is_enabled: bool) -> Iterator[None]:
 
 def _print_page_link(lines: IO[bytes]) -> None:
     for line in lines:
-        if line.startswith(b"monitor"):
+        if line.startswith(b"live "):
             print(line.decode(errors="replace").rstrip(), file=sys.stderr, flush=True)

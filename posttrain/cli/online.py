@@ -19,11 +19,11 @@ _FOLDER_HELP = "folder of the service, as outputs/demo/online/version-1"
 
 EXAMPLES = (
     "online worker my_online.yaml    (until Ctrl-C)",
-    "online replay my_online.yaml --buffer outputs/online/buffer --output outputs/replayed",
+    "online replay my_online.yaml --buffer outputs/online/buffer --to outputs/replayed",
     "online report outputs/demo/online/version-1",
     "online resume outputs/demo/online/version-1    (after an alarm)",
     "online consolidate demo",
-    "online replay online --buffer recorded --output again --set update.kl_max=0.5",
+    "online replay online --buffer recorded --to again --set update.kl_max=0.5",
 )
 
 
@@ -56,19 +56,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="folder of the recorded buffer, or the service's folder",
     )
-    replay.add_argument(
-        "--output",
-        metavar="DIR",
-        required=True,
-        help="folder of the replay; an interrupted one resumes",
+    _add_target_option(
+        replay, "FOLDER", "folder of the replay; an interrupted one resumes", ("--output",)
     )
     report = subcommands.add_parser(
         "report", help="one HTML file about a service: learning, guardrails, gate, alarms"
     )
     report.add_argument("folder", metavar="FOLDER", help=_FOLDER_HELP)
-    report.add_argument(
-        "--output", "-o", metavar="FILE", help="default: report.html in that folder"
-    )
+    _add_target_option(report, "FILE", "default: report.html in that folder", required=False)
     resume = subcommands.add_parser(
         "resume", help="resume learning after an alarm, with a new reference"
     )
@@ -78,9 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export.add_argument("config", metavar="FILE", help="online.yaml of the service's folder")
     add_set_option(export, _SET_HELP)
-    export.add_argument(
-        "--output", "-o", metavar="FILE", required=True, help="JSON lines; overwritten"
-    )
+    _add_target_option(export, "FILE", "JSON lines; overwritten")
     consolidate = subcommands.add_parser(
         "consolidate", help="submit the live snapshot to the promotion gate of its pipeline"
     )
@@ -91,6 +84,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     consolidate.add_argument(
         "--output", "-o", metavar="FOLDER", help="overrides the pipeline's `output`"
     )
+
+
+def _add_target_option(
+    parser: argparse.ArgumentParser,
+    metavar: str,
+    help_text: str,
+    former_names: tuple[str, ...] = ("--output", "-o"),
+    *,
+    required: bool = True,
+) -> None:
+    """Add the option `--to`, and its hidden names of the last release."""
+    target = parser.add_mutually_exclusive_group(required=required)
+    target.add_argument("--to", metavar=metavar, help=help_text)
+    target.add_argument(*former_names, dest="to", help=argparse.SUPPRESS)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -114,10 +121,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     if arguments.part == "export":
-        return _export_demonstrations(settings, Path(arguments.output))
+        return _export_demonstrations(settings, Path(arguments.to))
     if arguments.part in ("worker", "gate", "standby"):
         return _run_online_process(arguments, settings)
-    output = Path(arguments.output)
+    output = Path(arguments.to)
     totals = replay_buffer(
         settings, Path(arguments.buffer), output, lambda text: print(text, flush=True)
     )
@@ -152,7 +159,7 @@ def _write_service_report(arguments: argparse.Namespace) -> int:
     """Write the report of a service folder."""
     from posttrain.online.service_report import write_service_report
 
-    output = Path(arguments.output) if arguments.output else None
+    output = Path(arguments.to) if arguments.to else None
     print(write_service_report(Path(arguments.folder), output))
     return 0
 

@@ -6,6 +6,7 @@ Only the standard library is imported, so that `--help` starts quickly.
 from __future__ import annotations
 
 import argparse
+import enum
 import re
 import shutil
 import textwrap
@@ -20,13 +21,30 @@ _FIRST_COMMANDS = {
     "run demo": "the whole pipeline on an environment that needs no download",
     "init my_task": "a config, an environment and a reward to start from",
     "runs": "what ran, how it ended, how good it is",
-    "monitor": "watch a run live",
-    "doctor": "what this machine has, and what is missing",
+    "ui": "watch runs live in the web UI",
+    "check machine": "what this machine has, and what is missing",
 }
 
-_EXIT_CODES = (
-    "0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command resumes"
-)
+
+class ExitCode(enum.IntEnum):
+    """Exit codes of every command; `docs/operations.md` lists them for schedulers."""
+
+    OK = 0
+    FAILED = 1  # also: a check found differences, a server is down, a promotion is postponed
+    WRONG_INPUT = 2  # wrong command, settings or data: the same command fails again
+    NOTHING_NEW = 3  # `retrain`: no new data, so nothing was trained
+    INTERRUPTED = 130  # by Ctrl-C, with the state saved
+    TERMINATED = 143  # by SIGTERM or --stop-after, with the state saved
+
+
+EXIT_CODE_MEANINGS = {
+    ExitCode.OK: "OK",
+    ExitCode.FAILED: "failed",
+    ExitCode.WRONG_INPUT: "wrong command, settings or data",
+    ExitCode.NOTHING_NEW: "retrain: nothing new",
+    ExitCode.INTERRUPTED: "stopped by Ctrl-C; the same command resumes",
+    ExitCode.TERMINATED: "stopped by SIGTERM or a time limit; the same command resumes",
+}
 _NAME_COLUMNS = 18
 _COMMAND_COLUMNS = 26  # of "posttrain NAME"
 
@@ -89,7 +107,7 @@ SETTING_OPTIONS: dict[tuple[str, ...], str] = {
         "max-new-tokens",
         "max-completion-length",
     ): "--set stages.policy.sampling.max_completion_tokens=N",
-    ("output", "output-dir", "out-dir", "save-dir", "save-path"): "--set output=FOLDER",
+    ("output-dir", "out-dir", "save-dir", "save-path"): "--output FOLDER",
     ("device",): "--set model.device=DEVICE",
     (
         "data",
@@ -109,7 +127,9 @@ class SuggestingParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Any = None, namespace: Any = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse as the base class does, but refuse unknown options here, where the known ones can be suggested."""
+        """Parse arguments and options in any order; refuse unknown options here, where known ones can be suggested."""
+        if args is not None and not self._subparsers:
+            args = self._move_arguments_first(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [name for action in self._actions for name in action.option_strings]
@@ -121,11 +141,60 @@ class SuggestingParser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return parsed, unknown
 
+    def _move_arguments_first(self, words: Sequence[str]) -> list[str]:
+        """Return the words with arguments before options.
+
+        argparse assigns all arguments that stand together at once: in `evaluate demo --quiet MODEL` it would take demo
+        for the model, because the configuration is optional.
+        """
+        if "--" in words:
+            return list(words)
+        arguments: list[str] = []
+        options: list[str] = []
+        position = 0
+        while position < len(words):
+            word = words[position]
+            position += 1
+            if not word.startswith("-") or word == "-" or re.fullmatch(r"-\d+(\.\d*)?", word):
+                arguments.append(word)
+                continue
+            options.append(word)
+            count = self._count_option_values(word, words[position:])
+            if count is None:  # the parser refuses it, and shows the words as they are
+                return list(words)
+            options += words[position : position + count]
+            position += count
+        return [*arguments, *options]
+
+    def _count_option_values(self, option: str, following: Sequence[str]) -> int | None:
+        """Return how many of the following words are values of an option; None = it is unknown or ambiguous."""
+        if "=" in option or (not option.startswith("--") and len(option) > 2):
+            return 0  # joined with its value
+        known = self._option_string_actions
+        matches = (
+            [option] if option in known else [name for name in known if name.startswith(option)]
+        )
+        actions = {
+            id(known[name]): known[name]
+            for name in matches
+            if name.startswith("--") or name == option
+        }
+        if len(actions) != 1:
+            return None
+        (action,) = actions.values()
+        if action.nargs is None:
+            return 1
+        if isinstance(action.nargs, int):
+            return action.nargs
+        return int(action.nargs == "?" and bool(following) and not following[0].startswith("-"))
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = action.choices
         if choices is None or value in choices:
             return
         names = [str(choice) for choice in choices]
+        if isinstance(action, argparse._SubParsersAction):
+            names = [choice.dest for choice in action._choices_actions]  # not former names
         hint = _suggest_nearest(str(value), names) or f"; choose from {', '.join(names)}"
         if isinstance(action, argparse._SubParsersAction):
             self.error(f"there is no command {value!r}{hint}")
@@ -189,7 +258,8 @@ class OverviewParser(SuggestingParser):
             lines += ["", heading, *_format_help_rows(summaries)]
         options = {"-h, --help": "this; `posttrain COMMAND --help`: one command, with examples"}
         lines += ["", "options", *_format_help_rows({**options, "--version": "print the version"})]
-        lines += ["", "exit codes", *_wrap_help_text(_EXIT_CODES, "  ")]
+        codes = {str(code.value): meaning for code, meaning in EXIT_CODE_MEANINGS.items()}
+        lines += ["", "exit codes", *_format_help_rows(codes)]
         return "\n".join(lines) + "\n"
 
     def format_usage(self) -> str:

@@ -1,4 +1,4 @@
-"""Settings of recorded runs, for `posttrain resume`, `replay` and `diff`."""
+"""Settings of recorded runs, for `posttrain resume`, `replay` and `compare --models`."""
 
 from __future__ import annotations
 
@@ -54,6 +54,4 @@ def load_newest_run_settings(output: Path) -> PipelineSettings:
     for record in list_recorded_runs(output.resolve()):
         if record.settings is not None:
             return load_recorded_settings(record, output, is_resumed=False)
-    raise DataError(
-        f"no runs in {output.resolve()}; give the run's --config, or its --output folder"
-    )
+    raise DataError(f"no runs in {output.resolve()}; name its output folder with --output")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import add_config_and_output_options, add_json_option
+from posttrain.cli.arguments import add_config_argument, add_data_options
 from rl_core.errors import DataError, PosttrainError, SettingsError
 from rl_core.types import Trajectory
 
@@ -21,36 +21,55 @@ if TYPE_CHECKING:
     from rl_core.rollouts.rollout_files import EpisodeName
     from tasks.config import PipelineSettings
 
+_EPISODE_SLASHES = 4  # STAGE/ITERATION/LEVEL/SEED/SAMPLE
+
 EXAMPLES = (
-    "replay    (lists the stored failed episodes)",
+    "replay    (lists the stored failed episodes of the newest run)",
     "replay policy/12/easy/345/0",
-    "replay evaluate/policy/hard/17/0 --config demo",
+    "replay demo-7f3a policy/12/easy/345/0",
+    "replay demo evaluate/policy/hard/17/0",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_config_argument(
+        parser,
+        optional=True,
+        was_option=True,
+        metavar="CONFIG|RUN",
+        help_text="a configuration, or a run by its short id (default: the newest run)",
+    )
     parser.add_argument(
         "episode",
         metavar="EPISODE",
         nargs="?",
         help="STAGE/ITERATION/LEVEL/SEED/SAMPLE, or evaluate/MODEL/LEVEL/SEED/SAMPLE",
     )
-    add_json_option(parser, "without EPISODE: the list for programs")
-    add_config_and_output_options(parser)
+    add_data_options(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Replay a recorded episode, or list the failed ones."""
-    settings = run_setup.load_optional_settings(arguments, import_code=True)
+    name = arguments.config
+    if arguments.episode is None and name is not None and _is_episode_name(name):
+        arguments.config, arguments.episode = None, name
+    target = run_setup.resolve_target(arguments, import_code=True)
+    settings = target.settings
     if settings is None:
-        from posttrain.cli.recorded_settings import load_newest_run_settings
+        from posttrain.cli.recorded_settings import load_newest_run_settings, load_recorded_settings
 
-        settings = load_newest_run_settings(Path(arguments.output))
-    if arguments.json:
+        settings = (
+            load_newest_run_settings(target.output)
+            if target.record is None
+            else load_recorded_settings(target.record, target.output, is_resumed=False)
+        )
+    if arguments.json or arguments.csv:
+        from posttrain.cli.tables import print_data
+
         if arguments.episode is not None:
-            raise SettingsError("--json lists the stored episodes; leave EPISODE out")
-        print(json.dumps(list_failed_episodes(settings), indent=1))
+            raise SettingsError("--json and --csv list the stored episodes; leave EPISODE out")
+        print_data(arguments, list_failed_episodes(settings))
         return 0
     if arguments.episode is None:
         run_setup.print_wrapped(format_failed_episodes(settings))
@@ -58,6 +77,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     text, is_same = replay_recorded_episode(settings, arguments.episode, trace=arguments.debug)
     run_setup.print_wrapped(text)
     return 0 if is_same else 1
+
+
+def _is_episode_name(text: str) -> bool:
+    """Return whether the text has the parts of an episode's name, and names no file."""
+    return text.count("/") == _EPISODE_SLASHES and not Path(text).exists()
 
 
 def replay_recorded_episode(

@@ -10,17 +10,20 @@ from flows.runtime.stopping import schedule_sigterm
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import (
+    RUN_HELP,
     add_allow_drift_option,
-    add_config_and_output_options,
+    add_former_config_option,
+    add_output_option,
     add_quiet_option,
+    add_set_option,
     add_stop_after_option,
 )
-from rl_core.errors import DataError, FolderBusy, SettingsError, suggest_name
+from rl_core.errors import DataError, FolderBusy, SettingsError
 
 if TYPE_CHECKING:
     from tasks.lifecycle.crashed_runs import PipelineRunRecord
 
-EXAMPLES = ("resume", "resume demo", "resume 'demo · 2026-11-21 14:00:00'")
+EXAMPLES = ("resume    (the newest unfinished run)", "resume demo-7f3a", "resume demo")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "run",
         metavar="RUN",
         nargs="?",
-        help="name or id of the run, or its pipeline (default: the newest unfinished run)",
+        help=f"{RUN_HELP} (default: the newest unfinished run)",
     )
     parser.add_argument(
         "--fresh",
@@ -37,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="restart the unfinished stage, without its checkpoint",
     )
     add_allow_drift_option(parser)
-    add_config_and_output_options(parser)
+    add_former_config_option(parser)
+    add_set_option(parser, argparse.SUPPRESS)
+    add_output_option(parser)
     add_stop_after_option(parser)
     add_quiet_option(parser)
 
@@ -45,16 +50,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """Resume an interrupted run."""
     schedule_sigterm(arguments.stop_after)
+    arguments.config = getattr(arguments, "config", None)
     config_settings = run_setup.load_optional_settings(arguments)
     output = Path(config_settings.output if config_settings else arguments.output)
     run_setup.refuse_unreadable_folder(output)
     from posttrain.cli.recorded_settings import load_recorded_settings
+    from tasks.tracking.run_ids import resolve_run_name, shorten_run_name
 
-    record = find_resumable_run(output, arguments.run)
+    run = arguments.run
+    record = find_resumable_run(output, resolve_run_name(output, run) if run else None)
     settings = load_recorded_settings(record, output)
     run_setup.configure_prefect(settings)
     print(
-        escape_control_characters(f"resuming '{record.name}', which is {record.status}"),
+        escape_control_characters(
+            f"resuming {shorten_run_name(output, record.name)}, which is {record.status}"
+        ),
         flush=True,
     )
     from tasks.pipeline.stage_key import StageKeys
@@ -88,28 +98,31 @@ def find_resumable_run(output: Path, run: str | None) -> PipelineRunRecord:
 
     records = list_recorded_runs(output.resolve())
     if not records:
-        raise DataError(
-            f"no runs in {output.resolve()}; give the run's --config, or its --output folder"
-        )
+        raise DataError(f"no runs in {output.resolve()}; name the output folder with --output")
     matching = [
         record
         for record in records
         if run is None or run in (record.name, record.pipeline) or _matches_run_id(record, run)
     ]
     if not matching:
-        hint = suggest_name(str(run), [record.name for record in records])
-        raise DataError(f"no run '{run}' in {output.resolve()}; {hint}")
+        from tasks.tracking.run_ids import describe_unknown_run, list_named_runs
+
+        named = list_named_runs(output.resolve())
+        raise DataError(describe_unknown_run(named, str(run), output.resolve()))
     for record in matching:
         if record.status not in ("running", "finished"):
             return record
+    from tasks.tracking.run_ids import shorten_run_name
+
     newest = matching[0]
+    short_id = shorten_run_name(output, newest.name)
     if newest.status == "running":
         where = f" on {newest.host}" if newest.host else ""
-        raise FolderBusy(f"run '{newest.name}' is still running{where}; nothing to resume")
+        raise FolderBusy(f"run '{short_id}' is still running{where}; `posttrain logs` follows it")
     raise SettingsError(
-        f"run '{newest.name}' has finished; `posttrain run` with its config runs it again"
+        f"run '{short_id}' has finished; `posttrain run` with its config runs it again"
     )
 
 
 def _matches_run_id(record: PipelineRunRecord, text: str) -> bool:
-    return len(text) >= 6 and record.run_id.startswith(text)
+    return len(text) >= 6 and (record.run_id.startswith(text) or record.key.startswith(text))

@@ -1,4 +1,7 @@
-"""Command `posttrain retrain`: retrain on new data, from the champion; promote through the gate."""
+"""Command `posttrain retrain`: retrain on new data, from the champion; promote through the gate.
+
+Its exit code tells a scheduler that nothing was new (3) from a promotion or rejection (0) and a failure (1).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import argparse
 from flows.runtime.terminal import escape_control_characters
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_allow_drift_option, add_config_argument, add_quiet_option
+from posttrain.cli.parser import ExitCode
 
 EXAMPLES = (
     "retrain demo",
@@ -33,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reason", default="", help="origin of the request; stored with the versions"
     )
+    parser.add_argument(
+        "--nothing-new-is-ok",
+        action="store_true",
+        help="exit with 0, not 3, if there is no new data; for schedulers that know only success and failure",
+    )
     add_quiet_option(parser)
 
 
@@ -57,4 +66,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     if result.pipeline is not None:
         print(escape_control_characters(result.pipeline.format_table()))
     print(escape_control_characters(result.message))
-    return 0 if result.pipeline is None or result.pipeline.ok else 1
+    if result.pipeline is None:
+        return ExitCode.OK if arguments.nothing_new_is_ok else ExitCode.NOTHING_NEW
+    return ExitCode.OK if result.pipeline.ok else ExitCode.FAILED

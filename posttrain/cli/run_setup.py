@@ -13,17 +13,19 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.runtime.terminal import escape_control_characters
-from rl_core.errors import PosttrainError, SettingsError
+from posttrain.cli.arguments import list_overrides
+from rl_core.errors import DataError, PosttrainError, SettingsError
 from tasks.command_hints import format_output_option
 
 if TYPE_CHECKING:
     from flows.sweep.plan import SweepPlan
     from tasks.config import PipelineSettings
+    from tasks.lifecycle.crashed_runs import PipelineRunRecord
     from tasks.pipeline.stage_key import StageKeys
 
 _BANNER_COLUMNS = 79
@@ -84,12 +86,13 @@ def _list_locations(settings: PipelineSettings, home: Path) -> list[str]:
     """List the folder of the files and the commands or pages that show progress."""
     output_option = format_output_option(Path(settings.output))
     urls = _read_served_pages(Path(settings.output))
-    lines = [f"files    {home}"]
-    if "monitor" in urls or find_spec("gradio") is not None:
-        lines.append(f"live     {urls.get('monitor', f'posttrain monitor{output_option}')}")
-    pages = [urls[name] for name in ("mlflow", "prefect") if urls.get(name)]
+    pages = [urls[name] for name in ("monitor", "mlflow", "prefect") if urls.get(name)]
     pages = pages or [f"posttrain ui{output_option}"]
-    return [*lines, f"results  {', '.join((f'posttrain runs{output_option}', *pages))}"]
+    return [
+        f"output   {home}",
+        f"web UI   {', '.join(pages)}",
+        f"results  posttrain runs{output_option}",
+    ]
 
 
 def _read_served_pages(output: Path) -> dict[str, str]:
@@ -118,7 +121,7 @@ def _list_finished_stages(
 def load_pipeline_settings(
     arguments: argparse.Namespace, import_code: bool = True, *, check_servers: bool = False
 ) -> PipelineSettings:
-    """Load the settings of the named configuration, with `--set`.
+    """Load the settings of the named configuration, with `--set` and `--output`.
 
     Args:
         check_servers: for commands that train: fail at once if the server of their rollouts does not answer, or if
@@ -129,7 +132,7 @@ def load_pipeline_settings(
 
     settings = load_settings(
         arguments.config,
-        arguments.set,
+        list_overrides(arguments),
         import_code=import_code,
         check_servers=check_servers,
         warn=print_warning,
@@ -147,9 +150,11 @@ def print_warning(text: str) -> None:
 def load_optional_settings(
     arguments: argparse.Namespace, import_code: bool = False
 ) -> PipelineSettings | None:
-    """Load the settings of --config, if set; import the code they name only with `import_code`."""
-    if arguments.config is None and arguments.set:
-        raise SettingsError("--set changes a configuration; give one with --config")
+    """Load the settings of the configuration, if one is named; import the code they name only with `import_code`."""
+    if arguments.config is None and getattr(arguments, "set", None):
+        raise SettingsError(
+            f"--set changes a configuration; name it: posttrain {arguments.command} CONFIG"
+        )
     return None if arguments.config is None else load_pipeline_settings(arguments, import_code)
 
 
@@ -258,6 +263,72 @@ def resolve_tracking_store(
     """Return the output folder and tracking URI of the configuration, or of `--output`."""
     output = connect_mlflow(settings.output if settings else arguments.output)
     return output, settings.tracking.uri if settings else None
+
+
+@dataclass(frozen=True)
+class CommandTarget:
+    """What a command that takes CONFIG|RUN was given."""
+
+    output: Path
+    settings: PipelineSettings | None = None  # of the configuration
+    record: PipelineRunRecord | None = None  # of the run
+
+    @property
+    def tracking_uri(self) -> str | None:
+        """Tracking store that the configuration or the run names."""
+        if self.settings is not None:
+            return self.settings.tracking.uri
+        recorded = (self.record.settings or {}) if self.record is not None else {}
+        uri = recorded.get("tracking", {}).get("uri")
+        return uri if isinstance(uri, str) else None
+
+
+def is_config_name(text: str) -> bool:
+    """Return whether the text names a configuration: a file, or a shipped one."""
+    from tasks.shipped import find_config
+
+    path = find_config(text)
+    try:
+        return path.is_file() or path.suffix in (".yaml", ".yml")
+    except OSError:  # the name is too long
+        return False
+
+
+def resolve_target(arguments: argparse.Namespace, *, import_code: bool = False) -> CommandTarget:
+    """Resolve the argument CONFIG|RUN, which may be missing, with `--set` and `--output`.
+
+    Raises: SettingsError; DataError if it is neither a configuration nor a run of the output folder.
+    """
+    name = arguments.config
+    if name is None or is_config_name(name):
+        settings = load_optional_settings(arguments, import_code)
+        return CommandTarget(Path(settings.output if settings else arguments.output), settings)
+    if arguments.set:
+        raise SettingsError(f"--set changes a configuration; {name} is none")
+    refuse_unreadable_folder(arguments.output)
+    return CommandTarget(Path(arguments.output), record=find_run_record(arguments.output, name))
+
+
+def find_tracking_uri(output: Path, run: str) -> str | None:
+    """Return the tracking store that a run of the output folder recorded; None = that of the folder."""
+    try:
+        return CommandTarget(output, record=find_run_record(output, run)).tracking_uri
+    except DataError:
+        return None  # perhaps a run of the store without files here
+
+
+def find_run_record(output: str | Path, name: str) -> PipelineRunRecord:
+    """Find a pipeline run by short id, name, digits of its id, or as the newest of a pipeline. Raises: DataError."""
+    from tasks.lifecycle.crashed_runs import read_run_record
+    from tasks.tracking.run_ids import find_named_run, list_named_runs
+
+    folder = Path(output).resolve()
+    run = find_named_run(list_named_runs(folder), name, folder)
+    assert run.folder is not None
+    record = read_run_record(run.folder)
+    if record is None:
+        raise DataError(f"{run.folder}: the record of run '{run.short_id}' cannot be read")
+    return record
 
 
 def print_wrapped(text: str) -> None:

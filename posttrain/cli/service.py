@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.arguments import add_json_option, add_set_option, parse_positive_integer
+from posttrain.cli.arguments import add_data_options, add_set_option, parse_positive_integer
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_key_parser(subcommands)
     runs = _add_subcommand_parser(subcommands, "runs", "training runs, the newest first")
     _add_number_option(runs, "at most (default: 20)")
-    add_json_option(runs)
+    add_data_options(runs)
     queue = _add_subcommand_parser(
         subcommands, "queue", "open requests by kind, and waiting and service times"
     )
-    add_json_option(queue)
+    add_data_options(queue)
     cancel = _add_subcommand_parser(
         subcommands, "cancel", "cancel a waiting request, or all waiting requests of a run"
     )
@@ -70,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_number_option(logs, "lines (default: 20)")
     audit = _add_subcommand_parser(subcommands, "audit", "who did what, the newest first")
     _add_number_option(audit, "at most (default: 20)")
-    add_json_option(audit)
+    add_data_options(audit)
 
 
 def _add_key_parser(subcommands: Any) -> None:
@@ -91,7 +90,7 @@ def _add_key_parser(subcommands: Any) -> None:
         help="waiting and running requests (default: no limit)",
     )
     list_keys = actions.add_parser("list", help="all keys, without secrets")
-    add_json_option(list_keys)
+    add_data_options(list_keys)
     revoke = actions.add_parser("revoke", help="revoke a key within seconds")
     revoke.add_argument("name", metavar="NAME", help="name or id of the key")
     for action in (create, list_keys, revoke):
@@ -151,15 +150,15 @@ def _print_table(
     rows: Sequence[Sequence[object]],
     empty_message: str,
 ) -> None:
-    """Print rows as a table, or with `--json` as objects with the titles as keys."""
-    if arguments.json:
-        keys = [title.lower().replace(" ", "_") for title in titles]
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=1))
+    """Print rows as a table, or with `--json` or `--csv` as records with the titles as keys."""
+    from posttrain.cli.tables import format_table, print_data
+
+    keys = [title.lower().replace(" ", "_") for title in titles]
+    if print_data(arguments, [dict(zip(keys, row, strict=True)) for row in rows]):
         return
     if not rows:
         print(empty_message)
         return
-    from posttrain.cli.tables import format_table
 
     print(format_table(titles, [[_format_cell(cell) for cell in row] for row in rows]))
 

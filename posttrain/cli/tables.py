@@ -1,9 +1,17 @@
-"""Tables for the terminal, without borders. In a pipe or a file nothing is cut."""
+"""Tables for the terminal, without borders (in a pipe or a file nothing is cut), and data for programs."""
 
 from __future__ import annotations
 
+import argparse
+import csv
+import dataclasses
 import io
-from collections.abc import Sequence
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
 
 from flows.runtime.terminal import (
     UNLIMITED_COLUMNS,
@@ -18,6 +26,68 @@ _MIN_COLUMN_WIDTH = 12  # of a cut column
 _MIN_RESULT_WIDTH = 34  # success of a model with its interval, and the name of the next model
 
 RunRow = dict[str, str]
+
+
+def print_json(record: Any) -> None:
+    """Print a record as JSON: the form of every `--json`.
+
+    Numbers that JSON lacks (nan, inf) are null, paths are text, and all characters are ASCII, so that any terminal
+    encoding carries them.
+    """
+    print(json.dumps(convert_to_json(record), indent=1, allow_nan=False))
+
+
+def convert_to_json(value: Any) -> Any:
+    """Convert a record to values that JSON has."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): convert_to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [convert_to_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, PurePath):
+        return str(value)
+    return value
+
+
+def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as CSV: the form of every `--csv`. Nested fields are columns such as metrics.train/loss."""
+    flat = [dict(_flatten_row(convert_to_json(row), "")) for row in rows]
+    columns = list(dict.fromkeys(key for row in flat for key in row))
+    if not columns:
+        return
+    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", restval="")
+    writer.writeheader()
+    writer.writerows(flat)
+
+
+def _flatten_row(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _flatten_row(value, f"{prefix}{key}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{key}", json.dumps(value)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def print_data(
+    arguments: argparse.Namespace, record: Any, rows: Sequence[Mapping[str, Any]] | None = None
+) -> bool:
+    """Print data as `--json` or `--csv` ask; return False if neither is set.
+
+    Args:
+        rows: of the table; None = the record is the list of rows.
+    """
+    if arguments.json:
+        print_json(record)
+    elif getattr(arguments, "csv", False):
+        print_csv(record if rows is None else rows)
+    else:
+        return False
+    return True
 
 
 def format_table(
@@ -67,9 +137,8 @@ def format_table(
 def format_runs_table(rows: Sequence[RunRow], width: int | None = None) -> str:
     """Format the table of runs.
 
-    In a terminal that is too narrow, the link of the newest run moves below the table, and the start time is dropped,
-    because a run's name contains it. Then settings and results are cut. Settings are dropped if they leave too little
-    of the results.
+    In a terminal that is too narrow, the link of the newest run moves below the table. Then settings and results are
+    cut. Settings and then the start time are dropped if they leave too little of the results.
     Args:
         rows: cells by column, all with the same keys.
         width: columns; None = those of the terminal, or no limit if standard output is not a terminal.
@@ -94,13 +163,12 @@ def format_runs_table(rows: Sequence[RunRow], width: int | None = None) -> str:
     if width is not None:
         if count_missing_columns() > 0 and widths.pop("page", None) is not None:
             footer = f"\n\npage of the newest: {cells[0]['page']}"
-        if count_missing_columns() > 0:
-            widths.pop("started", None)
         for name in _TRUNCATED_COLUMNS:
-            if name == "result" and name in widths and "settings" in widths:
-                remaining = widths[name] - count_missing_columns()
-                if remaining < min(_MIN_RESULT_WIDTH, widths[name]):
-                    del widths["settings"]  # a dozen characters of it say less than the result
+            for other in ("settings", "started"):
+                remaining = widths.get("result", 0) - count_missing_columns()
+                needed = min(_MIN_RESULT_WIDTH, widths.get("result", 0))
+                if name == "result" and remaining < needed:
+                    widths.pop(other, None)  # a dozen characters of it say less than the result
             if name in widths and count_missing_columns() > 0:
                 shortened = max(_MIN_COLUMN_WIDTH, widths[name] - count_missing_columns())
                 widths[name] = min(widths[name], shortened)

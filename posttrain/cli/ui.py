@@ -1,12 +1,13 @@
-"""Command `posttrain ui`: MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C.
+"""Command `posttrain ui`: live page, MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C.
 
-Both are child processes in separate process groups that end with this process, even on SIGKILL. A service that runs
-elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
+The pages are child processes in separate process groups that end with this process, even on SIGKILL. A service that
+runs elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import shlex
@@ -15,14 +16,17 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Literal, get_args
 
 from flows.runtime import prefect_access
 from flows.runtime.embedded_server import locate_database
+from flows.runtime.prefect_access import build_python_path
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import add_config_and_output_options, parse_port
+from posttrain.cli.arguments import add_config_argument, parse_port
 from rl_core.errors import BackendError, SettingsError
 from rl_core.json_client import find_health_problem
 from rl_core.processes.children import kill_group, signal_group, start_child
@@ -34,15 +38,41 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0  # a first start creates databases
 STOP_SECONDS = 8.0  # grace period before the group is killed
 MAX_PORTS_TRIED = 100
+LIVE_PAGE_PORT = 7860
 
-EXAMPLES = ("ui", "ui --output outputs --mlflow-port 5000 --prefect-port 4200")
+PageName = Literal["live", "mlflow", "prefect"]
+
+EXAMPLES = (
+    "ui    (all pages, until Ctrl-C)",
+    "ui demo-7f3a --live    (the live page of one run)",
+    "ui --mlflow --mlflow-port 5100",
+    "ui demo-7f3a --export numbers    (the run's curves as CSV and JSON, without a page)",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_and_output_options(parser)
+    add_config_argument(
+        parser,
+        optional=True,
+        was_option=True,
+        metavar="CONFIG|RUN",
+        help_text="a configuration, whose output folder is shown, or a run (default: follow the newest)",
+    )
+    for page, help_text in (
+        ("live", "the live page of running and finished runs (needs posttrain[monitor])"),
+        ("mlflow", "MLflow's pages: runs, curves, models"),
+        ("prefect", "Prefect's pages: flow runs, schedules"),
+    ):
+        parser.add_argument(f"--{page}", action="store_true", help=f"serve {help_text}")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback)"
+    )
+    parser.add_argument(
+        "--port",
+        type=parse_port,
+        metavar="PORT",
+        help="of the live page (default: 7860, or the next free port)",
     )
     for server, number in (("mlflow", 5000), ("prefect", 4200)):
         parser.add_argument(
@@ -52,26 +82,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="PORT",
             help=f"default: {number}, or the next free port",
         )
+    parser.add_argument(
+        "--export",
+        metavar="FOLDER",
+        help="write the run as CSV and JSON into FOLDER instead of serving pages",
+    )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Serve the MLflow and the Prefect pages until Ctrl-C."""
-    settings = run_setup.load_optional_settings(arguments)
+    """Serve the chosen pages until Ctrl-C, or export a run as files."""
+    target = run_setup.resolve_target(arguments)
+    run = "" if target.record is None else f"{target.record.pipeline}/{target.record.folder.name}"
+    if arguments.export is not None:
+        from posttrain.monitor.server import export_run_files
+
+        for path in export_run_files(target.output, run, Path(arguments.export)):
+            print(path)
+        return 0
+    pages = [page for page in get_args(PageName) if getattr(arguments, page)]
+    has_live_page = importlib.util.find_spec("gradio") is not None
+    wants_live_page = "live" in pages or (not pages and has_live_page)
+    if pages == ["live"]:
+        return _serve_live_page(target.output, run, arguments.port)
     from posttrain.operations.connection import find_running_servers, format_links
 
-    output = Path(settings.output if settings else arguments.output)
-    state = find_running_servers(output)
+    if not pages:
+        pages = ["mlflow", "prefect"]
+        if not has_live_page:
+            print("live     not installed: pip install 'posttrain[monitor]'", file=sys.stderr)
+    state = find_running_servers(target.output)
     if state is not None:
-        print(f"`posttrain up` serves both:\n{format_links(state, output)}")
-        return 0
-    serve_tracking_pages(
-        output,
-        settings.tracking.uri if settings else None,
-        host=arguments.host,
-        mlflow_port=arguments.mlflow_port,
-        prefect_port=arguments.prefect_port,
-    )
+        print(f"`posttrain up` serves these:\n{format_links(state, target.output)}", flush=True)
+        pages = []
+        wants_live_page &= all(service.name != "monitor" for service in state.services)
+    pages = [page for page in pages if page != "live"]
+    if pages:
+        serve_tracking_pages(
+            target.output,
+            target.tracking_uri,
+            host=arguments.host,
+            mlflow_port=arguments.mlflow_port,
+            prefect_port=arguments.prefect_port,
+            pages=["live", *pages] if wants_live_page else pages,
+            live_options=LivePageOptions(run, arguments.port),
+        )
+    elif wants_live_page:
+        return _serve_live_page(target.output, run, arguments.port)
     return 0
+
+
+def _serve_live_page(output: Path, run: str, port: int | None) -> int:
+    from posttrain.monitor.server import serve_page
+
+    serve_page(output, run, port)
+    return 0
+
+
+@dataclass(frozen=True)
+class LivePageOptions:
+    """Options of the live page."""
+
+    run: str = ""  # PIPELINE/FOLDER of the run to show; "" = follow the newest
+    port: int | None = None  # None = the default one, or the next free one
 
 
 @dataclass
@@ -115,6 +187,8 @@ class PageServers:
         host: str = "127.0.0.1",
         mlflow_port: int = 5000,
         prefect_port: int = 4200,
+        pages: Sequence[str] = ("mlflow", "prefect"),
+        live_options: LivePageOptions | None = None,
     ) -> None:
         """Configure the pages; nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
         from tasks.tracking import Tracking
@@ -125,14 +199,25 @@ class PageServers:
             )
         self.output, self.host = Path(output).resolve(), host
         self._tracking = Tracking(tracking_uri, self.output)
-        self._ports = {"MLflow": mlflow_port, "Prefect": prefect_port}
+        self._live = live_options or LivePageOptions()
+        self._pages = pages
+        self._ports = {
+            "MLflow": mlflow_port,
+            "Prefect": prefect_port,
+            "live": self._live.port or LIVE_PAGE_PORT,
+        }
         self._reserved_ports: set[int] = set()
         self.services: list[PageServer] = []
 
     def __enter__(self) -> PageServers:
         try:
-            self.services.append(self._start_mlflow())
-            self.services.append(self._start_prefect())
+            starts = {
+                "live": self._start_live_page,
+                "mlflow": self._start_mlflow,
+                "prefect": self._start_prefect,
+            }
+            for page in self._pages:
+                self.services.append(starts[page]())
             self._wait_until_healthy()
         except BaseException:
             self.stop_processes()
@@ -146,6 +231,15 @@ class PageServers:
         trace: TracebackType | None,
     ) -> None:
         self.stop_processes()
+
+    def _start_live_page(self) -> PageServer:
+        service = self._build_service("live", "/healthz")
+        command = ["posttrain.cli.main", "ui", "--live", "--output", str(self.output)]
+        command += ["--port", str(self._ports["live"])]
+        if self._live.run:
+            command.append(self._live.run)
+        self._start_process(service, command, {"PYTHONPATH": build_python_path(os.environ)})
+        return service
 
     def _start_mlflow(self) -> PageServer:
         from tasks.tracking import build_offline_environment
@@ -247,7 +341,8 @@ class PageServers:
                 self._reserved_ports.add(port)
                 return port
         raise BackendError(
-            f"no free port on {self.host} from {preferred} on; name another with --mlflow-port/--prefect-port"
+            f"no free port on {self.host} from {preferred} on; name another with --port, --mlflow-port or "
+            "--prefect-port"
         )
 
     def _start_process(
@@ -327,14 +422,17 @@ def serve_tracking_pages(
     host: str = "127.0.0.1",
     mlflow_port: int = 5000,
     prefect_port: int = 4200,
+    pages: Sequence[str] = ("mlflow", "prefect"),
+    live_options: LivePageOptions | None = None,
 ) -> None:
-    """Serve both pages until Ctrl-C or SIGTERM; print the links once both answer.
+    """Serve pages until Ctrl-C or SIGTERM; print the links once all answer.
 
     Args:
         output: the output folder, whose stores are shown.
         tracking_uri: the MLflow store; None as for runs (MLFLOW_TRACKING_URI, else the folder's store).
         host: a loopback name; MLflow's page has no password.
         mlflow_port, prefect_port: if taken, the next free port is used.
+        pages: of live, mlflow and prefect, in this order.
     Raises: SettingsError; BackendError if a server does not start, or ends unexpectedly.
     """
     make_folder(output)
@@ -344,20 +442,26 @@ def serve_tracking_pages(
         for number in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        print("starting the MLflow and Prefect pages ...", flush=True)
-        pages = PageServers(
-            output, tracking_uri, host=host, mlflow_port=mlflow_port, prefect_port=prefect_port
+        print(f"starting the web UI ({', '.join(pages)}) ...", flush=True)
+        servers = PageServers(
+            output,
+            tracking_uri,
+            host=host,
+            mlflow_port=mlflow_port,
+            prefect_port=prefect_port,
+            pages=pages,
+            live_options=live_options,
         )
-        with pages as running:
+        with servers as running:
             for service in running.services:
-                if service.process is not None:
+                if service.process is not None and service.name != "live":  # which records itself
                     record_served_page(
                         output, "mlflow" if service.name == "MLflow" else "prefect", service.url
                     )
                 print(
                     f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True
                 )
-            print("Ctrl-C stops both", flush=True)
+            print("Ctrl-C stops the web UI; runs continue", flush=True)
             running.watch_processes()
     except KeyboardInterrupt:
         print("\nstopped")

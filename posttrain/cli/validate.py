@@ -66,7 +66,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             raise SettingsError(f"{arguments.config}: {error}") from error
     omission = ", but for code that was not imported" if is_unimported else ""
     lines = [
-        f"{arguments.config}: fine{omission}",
+        f"{arguments.config}: OK{omission}",
         f"  pipeline  {settings.name} (settings {digest_settings(settings)})",
         f"  stages    {' -> '.join(settings.stages.active)}",
         f"  model     {_describe_model_source(settings)}",

@@ -1,4 +1,4 @@
-"""Live page of `posttrain monitor`, read from a run's files and from MLflow's store.
+"""Live page of `posttrain ui`, read from a run's files and from MLflow's store.
 
     tail            reads each JSON line of a growing file once
     series          one metric in bounded memory: moving averages, points for drawing

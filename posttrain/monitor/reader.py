@@ -39,6 +39,7 @@ from posttrain.monitor.series import MetricSeriesTable
 from posttrain.monitor.tail import read_json_object
 from rl_core.errors import SettingsError, suggest_name
 from tasks.run_status import describe_run_status
+from tasks.tracking.run_ids import list_named_runs
 
 MIN_CACHED_AGE_NS = 2_000_000_000  # a listing is cached if the folder has not changed for this long
 MAX_STORE_RUNS = 300  # pipeline runs, the newest
@@ -197,6 +198,7 @@ class RunReader:
         # (pipeline folder, key of the run) -> stages.
         self._stages_by_run: dict[tuple[Path, tuple[str, ...]], list[RunJournal]] = {}
         self._folders = FolderListingCache()
+        self._short_ids: dict[Path, str] = {}  # by folder of the run
 
     def list_runs(self) -> list[RunView]:
         """List all runs, newest first, without metrics; runs without files come from MLflow's store."""
@@ -299,11 +301,21 @@ class RunReader:
             run_id=str(shipped.get("run_id") or ""),
             result=insert_approval_answer(events.tags.get("result", ""), answer),
             approval_answer=answer,
+            flow_run_id=events.tags.get("prefect.flow_run_id", ""),
+            short_id=self._find_short_id(journal.folder),
             config=events.texts.get("config.json", {}),
             output=pipeline_folder.parent,
             folder=journal.folder,
             notes=read_run_notes(journal.folder),
         )
+
+    def _find_short_id(self, folder: Path) -> str:
+        """Return the short id of a run; runs are listed again only if this one is new."""
+        if folder not in self._short_ids:
+            named = list_named_runs(self.output)
+            self._short_ids = {run.folder: run.short_id for run in named if run.folder is not None}
+            self._short_ids.setdefault(folder, "")
+        return self._short_ids[folder]
 
     def _group_stages_by_run(self, pipeline_folder: Path, stage_folders: list[Path]) -> None:
         """Group the stages of a pipeline by the run in which they began."""
@@ -327,7 +339,9 @@ class RunReader:
         """
         runs = self.list_runs()
         matches = [
-            run.id for run in runs if name in (run.id, run.pipeline, run.started_text, run.run_id)
+            run.id
+            for run in runs
+            if name in (run.short_id, run.id, run.pipeline, run.started_text, run.run_id)
         ]
         matches = matches or [run.id for run in runs if run.id.startswith(name)]
         if matches:

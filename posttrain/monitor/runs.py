@@ -40,6 +40,7 @@ class RunEvents:
 
     def _clear_state(self) -> None:
         self.name, self.parent, self.run_id = "", "", ""
+        self.key = ""  # made when the run began; the short id consists of its first digits
         self.params: dict[str, str] = {}
         self.tags: dict[str, str] = {}
         # Cached stage -> (time of its first reuse, source run).
@@ -69,6 +70,7 @@ class RunEvents:
         op, time_s = row["op"], float(row.get("time", 0)) / 1000
         if op == "start":
             self.name, self.parent = str(row["name"]), str(row.get("parent_folder") or "")
+            self.key = str(row.get("key") or "")
             self.started, self.status = time_s, ""
         elif op == "resume":
             self.status, self.ended = "", 0.0
@@ -172,6 +174,8 @@ class RunView:
     modified: float = 0.0  # time of the last record
     pid: int = 0
     run_id: str = ""  # assigned by MLflow
+    flow_run_id: str = ""  # assigned by Prefect
+    short_id: str = ""  # demo-7f3a; "" = the files no longer exist
     result: str = ""
     # Of an approval: the text `before` the answer, and the text `now`.
     approval_answer: Mapping[str, Any] = field(default_factory=dict)
@@ -187,7 +191,7 @@ class RunView:
     def title(self) -> str:
         """Title in lists."""
         tags = "".join(f" #{tag}" for tag in self.notes.tags)
-        return f"{self.pipeline} · {self.started_text} · {self.status}{tags}"
+        return f"{self.short_id or self.pipeline} · {self.started_text} · {self.status}{tags}"
 
     @property
     def is_over(self) -> bool:

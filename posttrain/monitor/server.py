@@ -1,4 +1,4 @@
-"""Server of the live page: `posttrain monitor`, and one of the servers of `posttrain up --monitor`.
+"""Server of the live page: `posttrain ui --live`, and one of the servers of `posttrain up --monitor`.
 
 It listens on loopback and makes no external requests.
 """
@@ -28,8 +28,9 @@ from posttrain.monitor.reader import RunReader
 from posttrain.monitor.run_notes import MAX_BODY_BYTES, handle_notes_request
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment
 from posttrain.web.server_setup import LOOPBACK_HOST, find_free_port, run_server
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, PosttrainError, SettingsError
 from rl_core.json_client import RequestError, fetch_json
+from tasks.mlflow_environment import record_served_page
 
 DEFAULT_PORT = 7860
 PROCESS_NICENESS = 10  # lower priority than training
@@ -78,9 +79,11 @@ def serve_page(output: Path, run: str = "", port: int | None = None) -> None:
     def print_link() -> None:
         note = f"  (port {preferred_port} is taken)" if free_port != preferred_port else ""
         print(
-            f"monitor  http://{LOOPBACK_HOST}:{free_port}{note}\nCtrl-C stops the page; runs continue",
+            f"live     http://{LOOPBACK_HOST}:{free_port}{note}\nCtrl-C stops the page; runs continue",
             flush=True,
         )
+        with contextlib.suppress(OSError, PosttrainError):  # a folder that this user only reads
+            record_served_page(output, "live", f"http://{LOOPBACK_HOST}:{free_port}")
 
     # Before a browser asks for it.
     threading.Thread(target=reader.load_run, args=(run_id,), daemon=True).start()
@@ -257,7 +260,7 @@ def build_page_services(port: int, output: Path, mlflow: str) -> list[ServiceSpe
     environment = build_base_environment(output, "monitor")
     # This posttrain, even if another version is installed.
     environment["PYTHONPATH"] = build_python_path(environment)
-    command = [sys.executable, "-m", "posttrain.cli.main", "monitor"]
+    command = [sys.executable, "-m", "posttrain.cli.main", "ui", "--live"]
     command += ["--output", str(output), "--port", str(port)]
 
     def check_health() -> bool:

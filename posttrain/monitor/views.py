@@ -450,7 +450,7 @@ def build_export_tab(
         {"href": f"export/{name}?{query}", "label": name, "sub": description}
         for name, description in files
     ]
-    command = f"monitor --run {shlex.quote(run.id)} --export FOLDER"
+    command = f"ui {shlex.quote(run.short_id or run.id)} --export FOLDER"
     lines = [
         "The same from a terminal, for this run:",
         f"$ {format_posttrain_command(command, run.output)}",

@@ -19,7 +19,7 @@ from posttrain.operations.connection import (
     format_status_table,
     is_same_address,
 )
-from posttrain.operations.database import SQLITE, strip_password
+from posttrain.operations.database import SQLITE, describe_sqlite_locks, strip_password
 from posttrain.operations.processes import (
     check_platform,
     find_marked_processes,
@@ -37,6 +37,7 @@ from posttrain.operations.state import (
 from posttrain.operations.supervisor import (
     REPAIR_SIGNAL,
     ExtraServers,
+    StartProgress,
     Supervisor,
     return_no_servers,
 )
@@ -255,8 +256,13 @@ def _start_in_background(paths: StatePaths, option_values: dict[str, Any], addre
     child = start_child(command, log=log, environment=environment)
     _print_line(f"starting in the background (log: {log}) ...")
 
+    progress = StartProgress(_print_line, time.monotonic)
+
     def is_up(state: SupervisorState) -> bool:
-        return state.phase == "up" and state.supervisor.pid == child.pid
+        if state.supervisor.pid != child.pid:
+            return False
+        progress.report_services(state.services)
+        return state.phase == "up"
 
     try:
         state = _wait_for_state(paths, is_up, "is slow", child)
@@ -265,6 +271,8 @@ def _start_in_background(paths: StatePaths, option_values: dict[str, Any], addre
         _print_line("stopping what was started ...")
         child.wait()  # a second Ctrl-C stops only the waiting
         raise
+    finally:
+        progress.finish()
     _print_line(format_links(state, paths.output))
     _print_line(f"`{format_posttrain_command('down', paths.output)}` stops all of it")
     if state.problem:
@@ -319,32 +327,32 @@ def stop_servers(output: Path) -> str:
     return report or f"nothing was running for {output}"
 
 
-def describe_status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
-    """Describe the state of the servers of an output folder as text; True if all are up."""
+def describe_status(output: Path) -> tuple[dict[str, Any], str, bool]:
+    """Describe the state of the servers of an output folder: as a record, as text, and True if all are up."""
     output = output.resolve()
     paths = StatePaths(output)
     state = read_state(paths) if is_running(paths) else None
     if state is None:
-        return _describe_missing_state(paths, as_json=as_json), False
+        return *_describe_missing_state(paths), False
     are_all_up = state.phase == "up" and all(service.phase == "up" for service in state.services)
     is_good = are_all_up and not state.problem
-    if as_json:
-        return json.dumps(dataclasses.asdict(state), indent=2), is_good
-    return format_status_table(state, output, auth=load_or_create_password(output)), is_good
+    locks = describe_sqlite_locks(output) if state.options.database == SQLITE else []
+    text = format_status_table(state, output, auth=load_or_create_password(output))
+    record = {**dataclasses.asdict(state), "locks": locks}
+    return record, "\n".join([text, *locks]), is_good
 
 
-def _describe_missing_state(paths: StatePaths, *, as_json: bool) -> str:
+def _describe_missing_state(paths: StatePaths) -> tuple[dict[str, Any], str]:
     """Describe an output folder without a readable state: starting, stopped, or with leftover processes."""
     output = paths.output
     leftovers = find_marked_processes(format_mark(output))
-    if as_json:
-        return json.dumps({"phase": "down", "left": [process.pid for process in leftovers]})
+    record = {"phase": "down", "left": [process.pid for process in leftovers]}
     if is_running(paths):
-        return "starting; no state yet"
+        return record, "starting; no state yet"
     up = format_posttrain_command("up", output)
     if leftovers:
-        return (
+        return record, (
             f"no supervisor is running, but {len(leftovers)} of its processes are (first: {leftovers[0].pid}); "
             f"`{up}` ends them and starts new ones, `{format_posttrain_command('down', output)}` ends them"
         )
-    return f"not running for {output}; start it: {up}"
+    return record, f"not running for {output}; start it: {up}"

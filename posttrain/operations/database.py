@@ -1,4 +1,4 @@
-"""PostgreSQL for Prefect and MLflow (`--database postgresql://...`), in separate databases.
+"""Databases of Prefect and MLflow: PostgreSQL (`--database postgresql://...`), and what locks the sqlite files.
 
 Both store their schema version in a table of the same name, so they cannot share a database. `postgresql://host/team`
 yields `team_prefect` and `team_mlflow`, created if absent.
@@ -6,10 +6,14 @@ yields `team_prefect` and `team_mlflow`, created if absent.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import BackendError, SettingsError
@@ -20,6 +24,13 @@ if TYPE_CHECKING:
 SQLITE = "sqlite"
 DRIVERS = {"psycopg2": "MLflow", "asyncpg": "Prefect"}
 CONNECT_SECONDS = 10
+LOCK_MESSAGE = b"database is locked"
+LOG_TAIL_BYTES = 1_000_000  # of a server's log, which is searched for the message
+LOCK_LOOK_SECONDS = 0.3  # a lock that two looks see is held, not just passing
+POSTGRES_ADVICE = (
+    "sqlite has one writer at a time; for several runs at once take PostgreSQL: `posttrain down`, then `posttrain up "
+    "--database postgresql://USER@HOST/NAME`, which starts empty"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,3 +179,75 @@ def _create_database(cursor: Any, name: str, url: URL) -> None:
             f"--database: cannot create the database '{name}' at {_format_host(url)}: {message}; let an "
             f'administrator run: create database "{name}" owner "{url.username or "you"}"'
         ) from None
+
+
+def describe_sqlite_locks(output: Path, look_s: float = LOCK_LOOK_SECONDS) -> list[str]:
+    """Describe what locks the sqlite files of an output folder, and what their servers logged about locks.
+
+    Returns: one line each, then what to do; [] = nothing.
+    """
+    files = (output / "prefect" / "prefect.db", output / "mlflow" / "mlflow.db")
+    first = find_sqlite_writers(files)
+    lines = []
+    if first:
+        time.sleep(look_s)
+        still = find_sqlite_writers(files)
+        lines += [
+            f"{path} is locked by {_describe_process(pid)}"
+            for path, pid in first.items()
+            if still.get(path) == pid
+        ]
+    for name in ("prefect", "mlflow"):
+        log = output / "logs" / f"{name}.log"
+        if count := _count_in_tail(log, LOCK_MESSAGE):
+            times = "once" if count == 1 else f"{count} times"
+            lines.append(f"{name} reported 'database is locked' {times} (log: {log})")
+    return [*lines, POSTGRES_ADVICE] if lines else []
+
+
+def find_sqlite_writers(files: tuple[Path, ...]) -> dict[Path, int]:
+    """Find the process that holds a write lock on each sqlite file, or on its write-ahead index."""
+    inodes: dict[tuple[int, int, int], Path] = {}
+    for path in files:
+        for name in (path, path.with_name(f"{path.name}-shm")):
+            with contextlib.suppress(OSError):
+                status = name.stat()
+                device = status.st_dev
+                inodes[os.major(device), os.minor(device), status.st_ino] = path
+    writers: dict[Path, int] = {}
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:  # not Linux
+        return {}
+    for line in lines:
+        words = line.split()
+        if "->" in words or "WRITE" not in words:  # "->": waits for the lock
+            continue
+        with contextlib.suppress(ValueError, IndexError):
+            kind = words.index("WRITE")
+            major, minor, inode = words[kind + 2].split(":")
+            locked = inodes.get((int(major, 16), int(minor, 16), int(inode)))
+            pid = int(words[kind + 1])
+            if locked is not None and pid > 0:
+                writers[locked] = pid
+    return writers
+
+
+def _describe_process(pid: int) -> str:
+    """Return a process's number with its command, as far as this user may read it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return f"process {pid}"
+    command = b" ".join(words).decode(errors="replace").strip()
+    return f"process {pid} ({command[:80]})" if command else f"process {pid}"
+
+
+def _count_in_tail(path: Path, text: bytes) -> int:
+    """Count a text in the newest part of a file; 0 without the file."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
+            return file.read().count(text)
+    except OSError:
+        return 0

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from flows.runtime.stopping import suspend_shutdown_bound
+from flows.runtime.terminal import StatusLine
 from posttrain.operations.connection import explain_known_error
 from posttrain.operations.database import prepare_databases
 from posttrain.operations.managed_service import ManagedService, stop_services
@@ -33,7 +34,13 @@ from posttrain.operations.services import (
     build_service_specs,
     format_mlflow_url,
 )
-from posttrain.operations.state import ServerOptions, StatePaths, SupervisorState, write_state
+from posttrain.operations.state import (
+    ServerOptions,
+    ServiceState,
+    StatePaths,
+    SupervisorState,
+    write_state,
+)
 from rl_core.errors import BackendError, FolderBusy
 from rl_core.processes.children import spawn_server
 from rl_core.processes.supervision import MonotonicClock, handle_signals
@@ -56,6 +63,36 @@ ExtraServers = Callable[[Path, str], list[ServiceSpec]]
 def return_no_servers(output: Path, mlflow: str) -> list[ServiceSpec]:
     """Return no further servers."""
     return []
+
+
+class StartProgress:
+    """Progress of starting servers: a live line in a terminal, and a line for each server that is up."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
+        """Begin to count the seconds."""
+        self._say, self._clock, self._started = say, clock, clock()
+        self._status = StatusLine(sys.stdout)
+        self._reported: set[str] = set()
+
+    def report_services(self, services: Iterable[ServiceState]) -> None:
+        """Report the servers that are up now, and those that are waited for."""
+        seconds = self._clock() - self._started
+        waiting = []
+        for service in services:
+            if service.phase != "up":
+                waiting.append(service.name)
+            elif service.name not in self._reported:
+                self._reported.add(service.name)
+                self._status.clear_line()
+                self._say(f"{service.name:9}up after {seconds:.0f} s")
+        if waiting:
+            self._status(f"starting {', '.join(waiting)} ... {seconds:.0f} s")
+        else:
+            self._status(f"registering deployments and automations ... {seconds:.0f} s")
+
+    def finish(self) -> None:
+        """Remove the live line."""
+        self._status.clear_line()
 
 
 class StopRequested(Exception):
@@ -158,15 +195,21 @@ class Supervisor:
         self._say(
             f"starting {', '.join(spec.name for spec in specs)} (logs: {self.output / 'logs'}) ..."
         )
-        while not all(server.is_up for server in self.servers):
-            self._step_servers()
-            for server in self.servers:
-                if server.state.restarts:
-                    raise self._build_start_error(server)
-        write_json_atomic(self.paths.last_options_file, dataclasses.asdict(self.options))
-        self._start_registration()
-        while self._registration is not None:
-            self._step_servers()
+        progress = StartProgress(self._say, self._clock)
+        try:
+            while not all(server.is_up for server in self.servers):
+                self._step_servers()
+                progress.report_services(self.state.services)
+                for server in self.servers:
+                    if server.state.restarts:
+                        raise self._build_start_error(server)
+            write_json_atomic(self.paths.last_options_file, dataclasses.asdict(self.options))
+            self._start_registration()
+            while self._registration is not None:
+                self._step_servers()
+                progress.report_services(self.state.services)
+        finally:
+            progress.finish()
         self.state.phase = "up"
         self._write_changed_state()
 

@@ -263,7 +263,7 @@ def _format_sources(target: PlanTarget) -> list[str]:
     gpu = target.gpu
     if gpu is None:
         if target.machine is None:
-            return ["hours; no speeds: posttrain doctor --calibrate measures them"]
+            return ["hours; no speeds: posttrain check machine --calibrate measures them"]
         return ["hours: medians, [fastest, slowest] of the calibration"]
     flops = f"{gpu.flops_per_second / 1e12:,.0f} TFLOP/s"
     peak = f"peak {flops}, {gpu.bytes_per_second / 1e12:.3g} TB/s ({gpu.source})"

@@ -34,7 +34,7 @@
         body: body ? JSON.stringify(body) : undefined,
       });
     } catch {
-      throw new Error("the server does not answer; what you typed is kept. Start `posttrain prefer` again and retry.");
+      throw new Error("the server does not answer; what you typed is kept. Start `posttrain label` again and retry.");
     }
     const found = await answer.json().catch(() => ({ error: "the server's answer cannot be read" }));
     if (!answer.ok) throw new Error(found.error || "error " + answer.status);

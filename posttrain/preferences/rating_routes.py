@@ -62,7 +62,7 @@ class _RatingBody(_RaterBody):
 def build_rating_app(session: RatingSession, token: str) -> LoopbackOnlyMiddleware:
     """Build the application (ASGI)."""
     app = FastAPI(
-        title="posttrain prefer",
+        title="posttrain label",
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
@@ -105,7 +105,7 @@ def _build_request_handler(token: str, respond: Callable[[bytes], Any]) -> Handl
     async def handle_request(request: Request) -> Response:
         if not has_bearer_token(request, token):
             raise HTTPError(
-                401, "the token is missing or wrong; open the link that `posttrain prefer` printed"
+                401, "the token is missing or wrong; open the link that `posttrain label` printed"
             )
         body, num_bytes = await read_body_prefix(request, MAX_BODY_BYTES, BODY_SECONDS)
         if num_bytes > MAX_BODY_BYTES:

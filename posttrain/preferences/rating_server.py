@@ -1,4 +1,4 @@
-"""Process of `posttrain prefer`: the items, the page's server, and the export of ratings.
+"""Process of `posttrain label`: the items, the page's server, and the export of ratings.
 
 <output>/<pipeline>/preferences/    items.jsonl, token; journal and data file per kind of question
                                     (`JOURNAL_AND_DATA_FILES`)
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RatingTask:
-    """Configuration of `posttrain prefer`."""
+    """Configuration of `posttrain label`."""
 
     pipeline: PipelineSettings
     rating: RatingSettings
@@ -77,7 +77,7 @@ def export_ratings(task: RatingTask, *, say: Say = print) -> Path:
         journal = session.journal
         if not len(journal):
             raise DataError(
-                f"{task.folder}: nothing is rated yet; start the page: posttrain prefer CONFIG"
+                f"{task.folder}: nothing is rated yet; start the page: posttrain label CONFIG"
             )
         session.write_data_file()
         agreement = session.compute_agreement()

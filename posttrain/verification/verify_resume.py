@@ -1,4 +1,4 @@
-"""Verification of `posttrain verify-resume`: a user's pipeline gives the same bytes however often it is interrupted."""
+"""Verification of `posttrain check resume`: a user's pipeline gives the same bytes however often it is interrupted."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A fast path replaces the forward pass of transformers for models whose results it reproduces up to rounding; every
 other model takes the fallback. Each function decides about one path, `inspect_capabilities` about all of them
-(`posttrain doctor --model` prints its result). Two properties vary too much for a list of families and are found by a
-trial run on a few tokens.
+(`posttrain check machine --model` prints its result). Two properties vary too much for a list of families and are
+found by a trial run on a few tokens.
 """
 
 from __future__ import annotations

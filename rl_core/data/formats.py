@@ -187,7 +187,7 @@ _FORMATS: dict[str, tuple[RowFormat, ...]] = {
 }
 _NAMES = {kind: [form.name for form in formats] for kind, formats in _FORMATS.items()}
 _SHARED_COLUMNS = ("level", "kind", "seed")
-# `judgement`: who compared, when and how, as `posttrain prefer` writes it; stays in the file, not read
+# `judgement`: who compared, when and how, as `posttrain label` writes it; stays in the file, not read
 _COLUMNS_BY_KIND = {
     "demonstrations": _SHARED_COLUMNS,
     "preferences": ("margin", "tie", "judgement", *_SHARED_COLUMNS),

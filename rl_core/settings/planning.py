@@ -1,7 +1,7 @@
-"""Settings of `posttrain plan`: measured speed and memory of a machine, and durations for simulated runs.
+"""Settings of `posttrain check plan`: measured speed and memory of a machine, and durations for simulated runs.
 
-`posttrain doctor --calibrate` writes the former for `posttrain plan --machine`; the latter describe a training run on
-workers for `posttrain plan --simulate`.
+`posttrain check machine --calibrate` writes the former for `posttrain check plan --machine`; the latter describe a
+training run on workers for `posttrain check plan --simulate`.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def parse_condition(text: str) -> tuple[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RatingSettings(Settings):
-    """The page of `posttrain prefer`: what people are shown and asked, and in which order."""
+    """The page of `posttrain label`: what people are shown and asked, and in which order."""
 
     ask: Literal["pairs", "scores", "thumbs"] = setting(
         "pairs",

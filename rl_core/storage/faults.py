@@ -3,8 +3,8 @@
     POSTTRAIN_FAULT=point[@RANK]:hit:action[,point:hit:action...]
 
 `FAULT_POINT_GROUPS` lists the points of all packages, so that a plan can be checked when the process starts, before
-upper packages are imported; `posttrain doctor --faults` prints them. `hit` counts from 1: the fault fires the n-th
-time that one process reaches the point. Actions:
+upper packages are imported; `posttrain check machine --faults` prints them. `hit` counts from 1: the fault fires the
+n-th time that one process reaches the point. Actions:
 
     kill            SIGKILL to this process
     exit[=CODE]     exit immediately without unwinding; 1 by default
@@ -41,14 +41,14 @@ RUN_KINDS = {
     "by hand": "posttrain promote",
     "retrain": "posttrain retrain",
     "check": "the flow evaluate-champion",
-    "gc": "posttrain gc --yes",
+    "gc": "posttrain store gc --yes",
     "sweep": "posttrain sweep",
     "own server": "posttrain run without PREFECT_API_URL",
     "up": "posttrain up",
     "deployment": "a run of a deployment",
     "service": "posttrain service up",
     "serve": "posttrain serve",
-    "prefer": "posttrain prefer",
+    "prefer": "posttrain label",
     "online": "posttrain online",
 }
 

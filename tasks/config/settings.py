@@ -349,7 +349,7 @@ class PipelineSettings(Settings):
     stages: StagesSettings = setting(doc="the stages to run")
     prefer: RatingSettings | None = setting(
         None,
-        doc="the page of `posttrain prefer`, where people compare answers; `{}` = its defaults",
+        doc="the page of `posttrain label`, where people compare answers; `{}` = its defaults",
     )
     online: OnlineSettings | None = setting(
         None, doc="learning from served answers, `posttrain serve --learn`; `{}` = its defaults"

@@ -1,9 +1,8 @@
 """Manual approval of a promotion: requested after the gate, answered once, stored as tags of the model version.
 
-The version's tags are authoritative, so any process that reaches the tracking store can answer: `posttrain approve`,
-the
-form in the Prefect UI, or the expiry of the deadline. Whoever answers moves the alias immediately, whether the
-requesting run is alive or not.
+The version's tags are authoritative, so any process that reaches the tracking store can answer: `posttrain
+promote`, the form in the Prefect UI, or the expiry of the deadline. Whoever answers moves the alias immediately,
+whether the requesting run is alive or not.
 
     approval.state      waiting, approved, rejected, timed out, superseded
     approval.request    key of the promote stage, which identifies one comparison
@@ -221,8 +220,8 @@ def answer_request(
         if time.time() > current.deadline and not in_time:
             expired = _write_answer(tracking, current, TIMED_OUT, "the clock", "")
             raise SettingsError(
-                f"{expired.summary}. `posttrain stage promote CONFIG --fresh` asks again, `posttrain promote --version "
-                f"{expired.version} --config CONFIG` promotes by hand"
+                f"{expired.summary}. `posttrain run CONFIG --only promote --fresh` asks again, `posttrain promote "
+                f"CONFIG --version {expired.version}` promotes by hand"
             )
         if not approve:
             return _write_answer(tracking, current, REJECTED, answered_by, note)

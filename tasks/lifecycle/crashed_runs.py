@@ -170,12 +170,13 @@ class PipelineRunRecord:
     evaluated_models: dict[str, str]
     code_version: str
     host: str
+    key: str = ""  # made when the run began; the short id consists of its first digits
 
 
 def list_recorded_runs(output: Path) -> list[PipelineRunRecord]:
     """List all pipeline runs of an output folder, newest first."""
     journals = output.glob("*/runs/*/.tracking/events.jsonl")
-    records = [_read_run_record(path.parent.parent) for path in journals]
+    records = [read_run_record(path.parent.parent) for path in journals]
     known = [record for record in records if record is not None]
     return sorted(known, key=lambda record: record.started, reverse=True)
 
@@ -183,7 +184,7 @@ def list_recorded_runs(output: Path) -> list[PipelineRunRecord]:
 def list_recorded_sweeps(home: Path) -> list[PipelineRunRecord]:
     """List the sweeps of a pipeline's folder. Their trials are in `trials/*/runs/*` of each."""
     journals = home.glob("sweeps/*/.tracking/events.jsonl")
-    records = [_read_run_record(path.parent.parent) for path in journals]
+    records = [read_run_record(path.parent.parent) for path in journals]
     return [
         dataclasses.replace(record, started=record.started.removeprefix("sweep "))
         for record in records
@@ -191,13 +192,15 @@ def list_recorded_sweeps(home: Path) -> list[PipelineRunRecord]:
     ]
 
 
-def _read_run_record(folder: Path) -> PipelineRunRecord | None:
-    name, status, settings, host = "", "", None, ""
+def read_run_record(folder: Path) -> PipelineRunRecord | None:
+    """Read the run of a journal's folder; None if it holds none."""
+    name, status, settings, host, key = "", "", None, "", ""
     tags: dict[str, str] = {}
     for event, _ in read_lines(build_events_path(folder)):
         op = event.get("op")
         if op in ("start", "resume"):
             name, status, host = str(event.get("name", name)), "running", str(event.get("host", ""))
+            key = str(event.get("key", key))
             tags = {key: text for key, text in tags.items() if key not in STALE_STOP_TAGS}
         elif op == "end":
             status = describe_run_status(str(event.get("status")), tags)
@@ -226,6 +229,7 @@ def _read_run_record(folder: Path) -> PipelineRunRecord | None:
         evaluated_models=_parse_json_object(run_json.get("given")),
         code_version=tags.get("code_version", ""),
         host=host,
+        key=key,
     )
 
 

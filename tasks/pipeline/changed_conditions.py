@@ -41,7 +41,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 
 REMEDY = """\
   --allow-drift  resumes from the checkpoint under the new conditions
-  --fresh        starts over, including finished stages (`posttrain stage {stage} --fresh`: only this one)
+  --fresh        starts over, including finished stages (`posttrain run CONFIG --only {stage} --fresh`: only this one)
 Under the old conditions the same command resumes as usual."""
 
 

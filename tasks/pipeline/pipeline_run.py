@@ -47,6 +47,7 @@ from tasks.pipeline.stage_key import StageKeys
 from tasks.pipeline.stage_result import StageResult
 from tasks.run_status import POSTPONED, is_stop_error
 from tasks.tracking import RunTracker, Tracking, UndeliveredCounts
+from tasks.tracking.run_ids import shorten_run_name
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,9 @@ class PipelineRun:
         for run in self.crashed_runs:
             is_resumed_now = run.name == f"{self.settings.name} · {previous}"
             if run.is_pipeline and run.journal_folder.parent.name == "runs" and not is_resumed_now:
-                resume = format_posttrain_command(f"resume {shlex.quote(run.name)}", self.output)
+                resume = format_posttrain_command(
+                    f"resume {shlex.quote(shorten_run_name(self.output, run.name))}", self.output
+                )
                 logger.warning("%s; `%s` resumes it", run.description, resume)
         num_undelivered = self.tracking.deliver_all_journals(self.home)
         if num_undelivered:
@@ -245,7 +248,7 @@ class PipelineRun:
                 self.undelivered,
                 self.home,
                 self.tracking.uri,
-                format_posttrain_command("sync", self.output),
+                format_posttrain_command("store sync", self.output),
             )
 
     @functools.cached_property

@@ -6,6 +6,8 @@ sink             records as MLflow calls; episodes as traces
 store            address, client, errors and sqlite tables of the store
 tracking         Tracking: one store, its runs, its registry
 replay           delivery of journals of finished and crashed runs
+run_ids          short ids of runs: demo-7f3a
+run_reading      runs of a store, read without MLflow
 run_list         the list of runs, with filters and differing settings
 run_tracker      RunTracker: rl_core's Tracker on top of all this
 models           Hugging Face folders as model versions

@@ -15,6 +15,7 @@ from rl_core.errors import DataError, SettingsError, suggest_name
 from tasks.config.displayed_settings import collect_default_values
 from tasks.mlflow_environment import build_default_uri
 from tasks.run_status import describe_run_status
+from tasks.tracking.run_ids import AmbiguousRun, NamedRun, find_named_run
 from tasks.tracking.tracking import RunRow, Tracking
 from tasks.tracking.values import flatten_settings
 
@@ -36,7 +37,7 @@ _LOCATION_SETTINGS = re.compile(r"(output|name|tracking\..*|run\..*|.*\.launch\.
 class RunFilter:
     """Condition on runs: KEY OPERATOR VALUE, where KEY is a field, a setting, a metric or a tag."""
 
-    FIELDS = ("run", "status", "started", "result", "seconds", "pipeline")
+    FIELDS = ("id", "run", "status", "started", "result", "seconds", "pipeline")
 
     def __init__(self, text: str) -> None:
         """Parse the condition. Raises: SettingsError."""
@@ -73,6 +74,7 @@ def _parse_number(value: Any) -> float | None:
 def _find_value(row: RunRow, key: str) -> Any:
     """Return a field, a setting by its full key or its end, a metric, or a tag; None if the run has none."""
     fields = {
+        "id": row.short_id,
         "run": row.name,
         "status": _describe_status(row),
         "started": _format_start_time(row),
@@ -138,7 +140,7 @@ def list_runs(
         where: conditions that must all hold (`RunFilter`).
         settings: add a column of the settings in which the listed runs of a pipeline differ.
         find_crashed: called if the store lists running runs; returns run id -> reason for crashed runs. The store
-            lists a crashed run as RUNNING until the next run or `doctor --repair` corrects it.
+            lists a crashed run as RUNNING until the next run or `check machine --repair` corrects it.
     Raises: SettingsError for a condition on a key that no run has.
     """
     rows = _list_rows_in_order(output, uri, limit, where, find_crashed)
@@ -167,6 +169,7 @@ def list_run_records(
     differing = find_differing_settings([row for row in rows if _is_pipeline_run(row)])
     return [
         {
+            "id": row.short_id,
             "run_id": row.run_id,
             "parent_run_id": row.parent_run_id,
             "run": row.name,
@@ -289,24 +292,33 @@ def _check_filter_keys(filters: Sequence[RunFilter], rows: Sequence[RunRow]) -> 
 
 
 def find_run(rows: Sequence[RunRow], name: str) -> RunRow:
-    """Find a run by name, id or beginning of an id, or the newest run of that pipeline. Raises: DataError."""
+    """Find a run by short id, name, or digits of its id; else the newest run of that pipeline. Raises: DataError."""
     runs = [row for row in rows if _is_pipeline_run(row)]
-    matches = [row for row in runs if name in (row.name, row.run_id)]
-    if not matches and len(name) >= 6:
-        matches = [row for row in runs if row.run_id.startswith(name)]
-    if not matches:
-        pipeline_runs = [row for row in runs if row.tags.get("kind") == "pipeline"]
-        matches = [row for row in pipeline_runs if row.tags.get("pipeline") == name]
-    if matches:
-        return matches[0]
+    named = [
+        NamedRun(
+            row.short_id,
+            row.pipeline,
+            row.name,
+            row.key,
+            run_id=row.run_id,
+            is_pipeline=row.tags.get("kind") == "pipeline",
+        )
+        for row in reversed(runs)
+    ]
+    try:
+        match = find_named_run(named, name, "the tracking store")
+    except AmbiguousRun:
+        raise
+    except DataError as error:
+        unknown = error
+    else:
+        return next(row for row in runs if row.run_id == match.run_id)
     other = next((row for row in rows if name in (row.name, row.run_id)), None)
     if other is not None:
         if other.tags.get("kind") == "sweep":
             raise DataError(f"'{name}' is a sweep; name its trials (posttrain runs)")
         raise DataError(f"'{name}' is a part of a run; name the whole run (posttrain runs)")
-    names = sorted({row.name for row in runs})
-    known = suggest_name(name, names) if names else "there are none"
-    raise DataError(f"no run '{name}'; {known} (posttrain runs)")
+    raise unknown
 
 
 def list_stage_runs(rows: Sequence[RunRow], run: RunRow) -> list[RunRow]:
@@ -325,13 +337,21 @@ def _describe_status(row: RunRow) -> str:
 def _format_row(row: RunRow, indent: str) -> dict[str, str]:
     seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
     return {
-        "run": indent + row.name,
+        "run": indent + _format_run_label(row),
         "status": _describe_status(row),
-        "started": _format_start_time(row),
+        "started": _format_start_time(row).rpartition(":")[0],
         "took": seconds,
         "result": _describe_result(row),
         "page": row.url,
     }
+
+
+def _format_run_label(row: RunRow) -> str:
+    """Return the short id of a run; with the name of a sweep or trial, which says what varies; or a stage's name."""
+    if not row.short_id:
+        return row.name
+    is_plain = row.tags.get("kind") in ("pipeline", "stage")
+    return row.short_id if is_plain else f"{row.short_id}  {row.name}"
 
 
 def _describe_result(row: RunRow) -> str:

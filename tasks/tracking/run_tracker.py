@@ -28,7 +28,7 @@ from tasks.tracking.journal import (
     read_recorded_seconds,
 )
 from tasks.tracking.models import check_model_registration
-from tasks.tracking.replay import connect_sink
+from tasks.tracking.replay import connect_sink, read_start_record
 from tasks.tracking.shipper import Shipper
 from tasks.tracking.system import SystemMonitor
 from tasks.tracking.values import VersionByContent, flatten_settings, freeze_environment
@@ -94,14 +94,16 @@ class RunTracker:
         )
         clear_journal(self.folder, self._shipper.state.events_offset)
         process = {"host": platform.node(), "pid": os.getpid()}
+        self.key = uuid.uuid4().hex  # hexadecimal digits, the first of which are in the short id
         if self.resumed:
+            self.key = str(read_start_record(self.folder).get("key") or self.key)
             self._append_event("resume", **process)
         else:
             parent = str(Path(parent_folder).resolve()) if parent_folder else None
             self._append_event(
                 "start",
                 name=name,
-                key=uuid.uuid4().hex,
+                key=self.key,
                 run_id=run_id,
                 parent_run_id=parent_run_id,
                 parent_folder=parent,
@@ -166,7 +168,7 @@ class RunTracker:
         self.set_tags({name: value})
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Record the progress of the work for `posttrain monitor`, and call the callbacks."""
+        """Record the progress of the work for the live page, and call the callbacks."""
         self.done, self.total, self.message = done, total, message
         if done >= total:
             self._write_progress()
@@ -388,7 +390,7 @@ class RunTracker:
         return self._shipper.wait_drained(timeout_s) if timeout_s > 0 else self._shipper.is_drained
 
     def close(self, status: Status = "FINISHED", *, timeout_s: float = 30.0) -> bool:
-        """End the run: deliver for at most `timeout_s`; the rest stays on disk for the next start or `posttrain sync`.
+        """End the run: deliver for at most `timeout_s`; the rest stays on disk for the next start or `store sync`.
 
         Return whether the store has everything. A second call does nothing.
         """

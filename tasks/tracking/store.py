@@ -58,9 +58,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DATABASE_LOCK_SECONDS = 120.0  # longest wait for another process that creates the same database
-DISK_FULL_HINT = (
-    "make room or raise the file size limit (ulimit -f); `posttrain sync` then delivers what waits"
-)
+DISK_FULL_HINT = "make room or raise the file size limit (ulimit -f); `posttrain store sync` then delivers what waits"
 
 # MLflow's error codes for a faulty request, which gets the same answer when it is repeated.
 _REFUSAL_CODES = {

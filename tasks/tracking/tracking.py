@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,16 @@ from tasks.tracking.replay import (
     deliver_journal,
     list_journals,
 )
+from tasks.tracking.run_ids import NamedRun, assign_short_ids, list_named_runs
+from tasks.tracking.run_reading import TrackedRun, read_stored_runs
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias_move
+from tasks.tracking.sink import RUN_KEY_TAG
 from tasks.tracking.store import TrackingCost, TrackingStore
 from tasks.tracking.values import SECONDS_TAG, VersionByContent, replace_sentence, shorten_result
 
 log = logging.getLogger(__name__)
+
+_WHOLE_KINDS = ("pipeline", "stage", "trial", "evaluation", "sweep")  # "stage": a run of one stage
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,18 @@ class RunRow:
     tags: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # newest value of each
     params: dict[str, str] = field(default_factory=dict)  # flat settings
+    key: str = ""  # made when the run began; the short id consists of its first digits
+    short_id: str = ""  # demo-7f3a; "" = a part of a run
+
+    @property
+    def pipeline(self) -> str:
+        """Name of its pipeline."""
+        return self.tags.get("pipeline") or self.name.partition(" · ")[0]
+
+    @property
+    def is_whole_run(self) -> bool:
+        """True for a pipeline's run, a sweep or a trial; False for a stage of one, and for records of other kinds."""
+        return self.tags.get("kind") in _WHOLE_KINDS and "stage" not in self.tags
 
 
 class Tracking:
@@ -322,39 +340,79 @@ class Tracking:
         )
 
     def list_runs(self, limit: int = 200) -> list[RunRow]:
-        """List the newest runs of all experiments, newest first. Raises: BackendError if the store does not answer."""
-        with self.store.translate_errors("list runs"):
-            experiments = [
-                experiment.experiment_id
-                for experiment in self.store.client.search_experiments(max_results=1000)
-            ]
-            runs = self.store.client.search_runs(
-                experiments, order_by=["attributes.start_time DESC"], max_results=limit
-            )
-        return [self._build_row(run) for run in runs]
+        """List the newest runs of all experiments, newest first. Raises: BackendError if the store does not answer.
 
-    def _build_row(self, run: Any) -> RunRow:
-        info, tags = run.info, run.data.tags
+        A sqlite file and a plain server are read without MLflow, whose import takes seconds.
+        """
+        with self.store.translate_errors("list runs"):
+            runs = read_stored_runs(self.store.uri, limit)
+            if runs is None:
+                runs = self._search_runs(limit)
+        address = self.store.resolve_link("")
+        return self._add_short_ids([self._build_row(run, address) for run in runs])
+
+    def _add_short_ids(self, rows: Sequence[RunRow]) -> list[RunRow]:
+        """Add the short ids to whole runs: those of the output folder, and of others that the store has."""
+        named = list_named_runs(self.output)
+        known = {run.key for run in named}
+        others = [
+            NamedRun("", row.pipeline, row.name, row.key)
+            for row in reversed(rows)
+            if row.is_whole_run and row.key not in known
+        ]
+        ids = {run.key: run.short_id for run in (*named, *assign_short_ids(others, named))}
+        return [
+            dataclasses.replace(row, short_id=ids[row.key]) if row.is_whole_run else row
+            for row in rows
+        ]
+
+    def _search_runs(self, limit: int) -> list[TrackedRun]:
+        """Search the newest runs with MLflow's client."""
+        experiments = [
+            experiment.experiment_id
+            for experiment in self.store.client.search_experiments(max_results=1000)
+        ]
+        runs = self.store.client.search_runs(
+            experiments, order_by=["attributes.start_time DESC"], max_results=limit
+        )
+        return [
+            TrackedRun(
+                run_id=run.info.run_id,
+                name=run.info.run_name or "",
+                status=run.info.status,
+                start_ms=run.info.start_time,
+                end_ms=run.info.end_time,
+                experiment_id=run.info.experiment_id,
+                tags=dict(run.data.tags),
+                metrics=dict(run.data.metrics),
+                params=dict(run.data.params),
+            )
+            for run in runs
+        ]
+
+    def _build_row(self, run: TrackedRun, address: str) -> RunRow:
+        link = self.store.build_run_link(run.run_id, run.experiment_id)
         return RunRow(
-            run_id=info.run_id,
-            name=info.run_name or info.run_id,
-            status=info.status,
-            start_time=info.start_time / 1000,
-            seconds=_compute_seconds(info, tags),
-            parent_run_id=tags.get("mlflow.parentRunId"),
-            url=self.store.resolve_link(self.store.build_run_link(info.run_id, info.experiment_id)),
-            tags={key: value for key, value in tags.items() if not key.startswith("mlflow.")},
-            metrics=dict(run.data.metrics),
-            params=dict(run.data.params),
+            run_id=run.run_id,
+            name=run.name or run.run_id,
+            status=run.status,
+            start_time=run.start_ms / 1000,
+            seconds=_compute_seconds(run),
+            parent_run_id=run.tags.get("mlflow.parentRunId"),
+            url=f"{address}{link}" if address else "",
+            tags={key: value for key, value in run.tags.items() if not key.startswith("mlflow.")},
+            metrics=run.metrics,
+            params=run.params,
+            key=run.tags.get(RUN_KEY_TAG, run.run_id),
         )
 
 
-def _compute_seconds(info: Any, tags: Mapping[str, str]) -> float | None:
+def _compute_seconds(run: TrackedRun) -> float | None:
     """Return the time spent on a run as recorded at its end, otherwise the time from start to end."""
     # A resumed run still has the end time of its last process.
-    if info.status == "RUNNING" or not info.end_time:
+    if run.status == "RUNNING" or not run.end_ms:
         return None
     try:
-        return float(tags[SECONDS_TAG])
+        return float(run.tags[SECONDS_TAG])
     except (KeyError, ValueError):
-        return float(info.end_time - info.start_time) / 1000
+        return float(run.end_ms - run.start_ms) / 1000

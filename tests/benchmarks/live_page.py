@@ -225,13 +225,14 @@ def append_iterations(path: Path, iterations: int) -> Iterator[None]:
 
 @contextmanager
 def serve_folder(output: Path) -> Iterator[str]:
-    """Serve the folder by `posttrain monitor`; yield its address."""
+    """Serve the folder by `posttrain ui --live`; yield its address."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [
         sys.executable,
         "-m",
         "posttrain.cli.main",
-        "monitor",
+        "ui",
+        "--live",
         "--output",
         str(output),
         "--port",

@@ -1,4 +1,4 @@
-"""Memory and time that `posttrain plan` predicts against measured ones: stages of 1M to 500M parameters.
+"""Memory and time that `posttrain check plan` predicts against measured ones: stages of 1M to 500M parameters.
 
     python tests/benchmarks/plan_accuracy.py --output DIR [--machine FILE] [--cases SET|CASE,...]
 
@@ -183,8 +183,9 @@ def main():
 def build_calibration_command(machine):
     """Return the arguments of a process that calibrates."""
     code = (
-        "import sys, time; from pathlib import Path; from posttrain.cli.doctor import write_machine_calibration; "
-        f"print(write_machine_calibration(Path(sys.argv[1]), as_json=False, clock=time.{CLOCK}))"
+        "import sys, time; from pathlib import Path; "
+        "from posttrain.cli.check_machine import write_machine_calibration; "
+        f"print(write_machine_calibration(Path(sys.argv[1]), clock=time.{CLOCK})[1])"
     )
     return ["-c", code, str(machine)]
 
@@ -248,7 +249,7 @@ def format_table(rows, options):
     lines = [
         "# Plans and measurements",
         "",
-        f"`posttrain plan` on {describe_processor()}, one thread, seconds of processor time; "
+        f"`posttrain check plan` on {describe_processor()}, one thread, seconds of processor time; "
         f"commit {read_commit()}. Written by "
         "`tests/benchmarks/plan_accuracy.py`, whose first lines say what is measured.",
         "",

@@ -1,4 +1,4 @@
-"""Three simulated people of known noise rate answers through `posttrain prefer`'s room; a reward model learns from it.
+"""Three simulated people of known noise rate answers through `posttrain label`'s room; a reward model learns from it.
 
     python tests/benchmarks/preferences.py --output preferences.json [--seeds 0 1 2]
 

@@ -1,4 +1,4 @@
-"""Waiting of a person who rates 10,000 pairs on the page of `posttrain prefer`: from a rating to the next question.
+"""Waiting of a person who rates 10,000 pairs on the page of `posttrain label`: from a rating to the next question.
 
     python tests/benchmarks/rating_page.py [--pairs 10000] [--choose uncertainty] [--output rating_page.json]
 

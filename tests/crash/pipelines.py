@@ -76,15 +76,15 @@ KINDS = {
         without=_SHORT, starts="first", seed=1, overrides=_ASKED[:1], ended="approval.asked:1:kill"
     ),  # a template: killed while it waits
     "approved": Kind(
-        without=_SHORT, starts="asked", what=("approve", "small", "--config", CONFIG, "--yes")
+        without=_SHORT, starts="asked", what=("promote", CONFIG, "--approve", "small")
     ),
     "by hand": Kind(
         without=_SHORT,
         starts="approval",
-        what=("promote", "--config", CONFIG, "--version", "VERSION"),
+        what=("promote", CONFIG, "--version", "VERSION"),
     ),
     "third": Kind(without=_SHORT, starts="again", seed=2),
-    "gc": Kind(starts="third", what=("gc", "--output", OUTPUT, "--keep", "1", "--yes")),
+    "gc": Kind(starts="third", what=("store", "gc", "--output", OUTPUT, "--keep", "1", "--yes")),
 }
 
 
@@ -129,7 +129,7 @@ def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]
         "VERSION": str(version),
     }
     arguments = [placeholders.get(part, part) for part in run_kind.what]
-    if run_kind.what[0] in ("gc", "approve", "evaluate-champion"):
+    if run_kind.what[0] in ("store", "evaluate-champion") or "--approve" in run_kind.what:
         return arguments
     changed = [
         *(f"stages.{stage}=null" for stage in run_kind.without),

@@ -58,5 +58,5 @@ def test_settings_are_checked_once_and_each_key_is_collected_once(
 
     # The settings of one stage are other settings, which are checked as well.
     counts.clear()
-    assert main(["stage", "sft", str(path)]) == 0
+    assert main(["run", str(path), "--only", "sft"]) == 0
     assert counts == {**once, "settings": 2}

@@ -96,8 +96,8 @@ def test_a_custom_stage_in_a_whole_pipeline(home, prefect_api):
     """Run it and check order, profile, lineage, evaluation, figure, cache, `why`, and an edit of its import."""
     from flows.post_training import run_pipeline
     from flows.runtime.pipeline_figure import _list_arrows
-    from posttrain.cli.profile import shorten_stage
-    from posttrain.cli.why import explain_stage
+    from posttrain.cli.check_profile import shorten_stage
+    from posttrain.cli.dry_run import explain_stage
     from tasks.tracking import Tracking
 
     blocks = {

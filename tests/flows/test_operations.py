@@ -100,11 +100,11 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     # The run waits, also after Ctrl-C. Another process approves; the same command then finishes from the cache.
     waiting_run = machine.run()
     output = read_until(waiting_run, "Ctrl-C leaves it waiting")
-    run = re.search(r"posttrain approve '(.+?)' --yes", output)[1]
+    run = re.search(r"posttrain promote .*--approve (\S+) --note", output)[1]
     assert machine.find_champion_version() is None
     waiting_run.send_signal(signal.SIGINT)
     assert waiting_run.wait(120) == 130
-    machine.run_command("approve", run, "--yes", "--note", "fine", "--by", "ada", *out)
+    machine.run_command("promote", "--approve", run, "--note", "fine", "--by", "ada", *out)
     promoted = machine.find_champion_version()
     assert promoted is not None
     output = machine.run().communicate(timeout=600)[0]
@@ -112,32 +112,32 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
         f"version {promoted} of test is the champion already" in output
         and "approved by ada" in output
     )
-    assert "answered before: version" in machine.run_command("approve", run, "--yes", *out)
-    code, output = machine.try_command("approve", run, "--no", *out)
+    assert "answered before: version" in machine.run_command("promote", "--approve", run, *out)
+    code, output = machine.try_command("promote", "--reject", run, *out)
     assert code == 2 and "is not pending" in output
 
     # Killed in the policy stage: marked by the repair, resumed with its settings, from its checkpoint.
     killed = machine.run("seed=1", POSTTRAIN_FAULT="loop.stepped:3:kill")
     assert killed.wait(600) == -signal.SIGKILL
-    output = machine.run_command("doctor", "--repair", *out)
+    output = machine.run_command("check", "machine", "--repair", *out)
     assert "crashed: process" in output and "marked 1 Prefect flow run as Crashed" in output
-    name = re.search(r"posttrain resume '(.+?)'", output)[1]
-    rows = {row.name: row for row in Tracking(None, machine.output, "test").list_runs()}
+    name = re.search(r"posttrain resume (test-[0-9a-f]+)", output)[1]
+    rows = {row.short_id: row for row in Tracking(None, machine.output, "test").list_runs()}
     assert rows[name].status == "KILLED"
     resumed = machine.start("resume", name, *out)
     read_until(resumed, "Ctrl-C leaves it waiting")
 
     # Its process waits and polls the store. The champion changed meanwhile, so it is compared again.
-    options = ("--config", str(CONFIG), "--set", f"output={machine.output}")
+    options = (str(CONFIG), "--set", f"output={machine.output}")
     challenger = next(
         v
         for v in Tracking(None, machine.output, "test").list_versions("test")
         if v.version != promoted
     )
     machine.run_command("promote", "--version", str(challenger.version), *options)
-    assert "has to be compared again" in machine.run_command("approve", name, "--yes", *out)
+    assert "has to be compared again" in machine.run_command("promote", "--approve", name, *out)
     read_until(resumed, "Ctrl-C leaves it waiting")
-    machine.run_command("approve", name, "--no", "--note", "not now", *out)
+    machine.run_command("promote", "--reject", name, "--note", "not now", *out)
     output = resumed.communicate(timeout=300)[0]
     assert (
         resumed.returncode == 0
@@ -146,8 +146,8 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     )
 
     # Deletions are listed first; the champion loads afterwards.
-    assert "nothing was changed" in machine.run_command("gc", "--keep", "1", *out)
-    assert "freed" in machine.run_command("gc", "--keep", "1", "--yes", *out)
+    assert "nothing was changed" in machine.run_command("store", "gc", "--keep", "1", *out)
+    assert "freed" in machine.run_command("store", "gc", "--keep", "1", "--yes", *out)
     tracking = Tracking(None, machine.output, "test")
     folder = tracking.download_version(
         "test", machine.find_champion_version(), machine.output / "cache"
@@ -164,5 +164,7 @@ def test_nobody_answers_and_the_clock_rejects(machine):
     output = child.communicate(timeout=600)[0]
     assert child.returncode == 0 and "rejected: nobody approved it until" in output
     assert machine.find_champion_version() is None
-    code, output = machine.try_command("approve", "test", "--yes", "--output", str(machine.output))
+    code, output = machine.try_command(
+        "promote", "--approve", "test", "--output", str(machine.output)
+    )
     assert code == 2 and "is not pending" in output

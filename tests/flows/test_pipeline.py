@@ -218,7 +218,7 @@ def read_newest_metric(result, stage, name):
 
 
 def test_every_second_of_an_iteration_is_accounted_for(first):
-    from posttrain.cli.profile import compute_phase_times
+    from posttrain.cli.check_profile import compute_phase_times
     from tasks.tracking.journal import read_metrics
 
     records = read_metrics(Path(first[1].results["policy"].folder))
@@ -370,11 +370,11 @@ def test_an_unreachable_store_ends_no_run_and_receives_everything_later(
     assert "model_version" not in unreachable.results["sft"].summary
     table = unreachable.format_table(width=200)
     assert "promote: not decided: only the tracking store knows the champion" in table
-    sync = f"`posttrain sync --output {tmp_path}` or the next run delivers them"
+    sync = f"`posttrain store sync --output {tmp_path}` or the next run delivers them"
     assert "1 model version and" in table and sync in table
     assert [record.status for record in list_recorded_runs(tmp_path)] == ["postponed"]
     assert RunReader(tmp_path).load_run("").status == "postponed"
-    assert main(["sync", "--output", str(tmp_path)]) == 1
+    assert main(["store", "sync", "--output", str(tmp_path)]) == 1
     assert "1 model version and" in capsys.readouterr().out
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
@@ -389,5 +389,5 @@ def test_an_unreachable_store_ends_no_run_and_receives_everything_later(
     assert (
         "postponed" not in parents[0].tags and RunReader(tmp_path).load_run("").status == "finished"
     )
-    assert main(["sync", "--output", str(tmp_path)]) == 0
+    assert main(["store", "sync", "--output", str(tmp_path)]) == 0
     assert "has everything" in capsys.readouterr().out

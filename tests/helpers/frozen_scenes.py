@@ -443,7 +443,7 @@ def chat_with_server(folder: Path) -> tuple[set[str], set[str]]:
 
 
 def rate_answers(folder: Path) -> tuple[set[str], set[str]]:
-    """Use the routes of the `posttrain prefer` page to rate and undo; return the fields and routes."""
+    """Use the routes of the `posttrain label` page to rate and undo; return the fields and routes."""
     with room_of(folder, count=6) as room:
         app = build_rating_app(room, RATING_TOKEN)
         client = TestClient(

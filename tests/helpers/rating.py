@@ -1,4 +1,4 @@
-"""A room of `posttrain prefer` with items, served on a free port for a browser, and a command that can be killed."""
+"""A room of `posttrain label` with items, served on a free port for a browser, and a command that can be killed."""
 
 import contextlib
 import json
@@ -78,7 +78,7 @@ prefer: {overlap: 0.0, repeat: 0.0}
 
 
 class Command:
-    """`posttrain prefer` in a separate process, over a file of answers."""
+    """`posttrain label` in a separate process, over a file of answers."""
 
     def __init__(self, folder, count=6):
         (folder / "rated.yaml").write_text(CONFIG)
@@ -95,7 +95,7 @@ class Command:
             sys.executable,
             "-m",
             "posttrain.cli.main",
-            "prefer",
+            "label",
             "rated.yaml",
             "--answers",
             "answers.jsonl",

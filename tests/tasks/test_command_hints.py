@@ -10,16 +10,16 @@ from tasks.command_hints import format_output_option, format_posttrain_command
 @pytest.mark.parametrize(
     ("output", "command"),
     [
-        ("outputs", "posttrain sync"),
-        ("./outputs/", "posttrain sync"),
-        ("elsewhere", "posttrain sync --output elsewhere"),
-        ("my runs", "posttrain sync --output 'my runs'"),
-        ("outputs/demo", "posttrain sync --output outputs/demo"),
+        ("outputs", "posttrain store sync"),
+        ("./outputs/", "posttrain store sync"),
+        ("elsewhere", "posttrain store sync --output elsewhere"),
+        ("my runs", "posttrain store sync --output 'my runs'"),
+        ("outputs/demo", "posttrain store sync --output outputs/demo"),
     ],
 )
 def test_the_folder_is_named_unless_it_is_the_default(tmp_path, monkeypatch, output, command):
     monkeypatch.chdir(tmp_path)
-    assert format_posttrain_command("sync", Path(output)) == command
+    assert format_posttrain_command("store sync", Path(output)) == command
 
 
 def test_the_default_folder_of_another_place_is_named(tmp_path, monkeypatch):

@@ -97,8 +97,11 @@ def test_a_stage_takes_its_place_everywhere(registry):
         registry.list_stage_names().index("polish")
         == registry.list_stage_names().index("reward_model") - 1
     )
-    assert build_parser().parse_args(["stage", "polish", "x.yaml"]).name == "polish"
-    assert build_parser().parse_args(["profile", "x.yaml", "--stage", "polish"]).stage == "polish"
+    assert build_parser().parse_args(["run", "x.yaml", "--only", "polish"]).only == "polish"
+    assert (
+        build_parser().parse_args(["check", "profile", "x.yaml", "--stage", "polish"]).stage
+        == "polish"
+    )
     arrows = {">".join(pair) for pair in _list_arrows(["sft", "polish", "reward_model", "policy"])}
     assert arrows == {"sft>polish", "polish>reward_model", "polish>policy", "reward_model>policy"}
     register_stage(build_stage(name="report", gives=None))

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 EXPERIMENT = "service"
 # between deliveries of a run's metrics, each of which costs the worker milliseconds
 DELIVERY_SECONDS = 10.0
-MLFLOW_CLOSE_SECONDS = 1.0  # the next start, or `posttrain sync`, delivers the rest
+MLFLOW_CLOSE_SECONDS = 1.0  # the next start, or `posttrain store sync`, delivers the rest
 PIPELINE_LABEL = "service"  # value of the label `pipeline`
 METRICS_CLOSE_SECONDS = 1.0  # longest wait, in a thread, for the end of a run's trackers
 MAX_REMEMBERED_PASSES = 4096  # passes kept until an update, because a run may only evaluate

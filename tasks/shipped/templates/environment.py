@@ -6,7 +6,7 @@ An environment is a family of episodes; (level, seed) determines one of them. Ch
 
 Check that it depends only on level, seed and actions (runs the pipeline several times; shorten it with --set):
 
-    posttrain verify-resume FOLDER/config.yaml
+    posttrain check resume FOLDER/config.yaml
 """
 
 import random

@@ -134,7 +134,7 @@ def test_the_form_decides_and_the_result_says_it(world, decision, state, became)
     assert result.waiting is None and result.results["promote"].summary["decision"] == became
     assert [row["note"] for row in result.rows] == ["trained", world.request.summary]
     assert (
-        "posttrain approve 'demo · 1' --yes" in world.lines[0]
+        "--approve 'demo · 1' --note" in world.lines[0]
         and world.lines[-1] == f"promote: {world.request.summary}"
     )
 

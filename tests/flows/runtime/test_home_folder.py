@@ -39,7 +39,7 @@ def test_a_user_without_a_home_gets_one(homeless):
 
 
 def test_commands_that_look_into_the_home_folder_work(homeless, capsys):
-    """`posttrain doctor`, `up` and `run` ended with a traceback: Could not determine home directory."""
+    """`posttrain check machine`, `up` and `run` ended with a traceback: Could not determine home directory."""
     from posttrain.operations.connection import connect_to_servers
 
     assert cli.main(["runs", "--output", str(homeless.parent / "out")]) == 0

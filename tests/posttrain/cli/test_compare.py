@@ -43,7 +43,8 @@ def test_a_sweep_and_a_stage_are_no_unknown_runs():
         ("3", "sft", {"stage": "sft"}),
     ]
     rows = [
-        RunRow(key, name, "FINISHED", 0.0, 1.0, None, "", tags, {}, {}) for key, name, tags in kinds
+        RunRow(key, name, "FINISHED", 0.0, 1.0, None, "", tags, {}, {}, f"{key}0000abcd")
+        for key, name, tags in kinds
     ]
     assert find_run(rows, "demo") is rows[0]
     for name, message in (
@@ -52,5 +53,5 @@ def test_a_sweep_and_a_stage_are_no_unknown_runs():
     ):
         with pytest.raises(DataError, match=message):
             find_run(rows, name)
-    with pytest.raises(DataError, match="no run 'dmo'; did you mean 'demo'"):
+    with pytest.raises(DataError, match="no run 'dmo' in the tracking store; did you mean 'demo'"):
         find_run(rows, "dmo")

@@ -10,14 +10,18 @@ from posttrain.cli.main import build_parser
 
 # line before the cursor -> words that are among the offered ones, words that are not
 LINES = {
-    "posttrain ": ({"run", "validate"}, {"--fresh", "demo"}),
     "posttrain --v": ({"--version"}, {"run"}),
     "posttrain ru": ({"run", "runs"}, {"resume"}),
     "posttrain run --f": ({"--fresh"}, {"--quiet"}),
     "posttrain run de": ({"demo"}, {"run"}),
-    "posttrain stage po": ({"policy"}, {"sft", "demo"}),
-    "posttrain profile --stage ": ({"sft", "policy"}, {"demo"}),
-    "posttrain runs --format ": ({"table", "csv", "json"}, {"--limit"}),
+    "posttrain run demo --only ": ({"sft", "policy"}, {"demo"}),
+    "posttrain check ": ({"machine", "plan"}, {"demo"}),
+    "posttrain ": ({"run", "validate", "check", "store"}, {"--fresh", "demo", "stage", "doctor"}),
+    "posttrain evaluate de": ({"demo"}, {"run"}),
+    "posttrain replay de": ({"demo"}, {"run"}),
+    "posttrain runs --": ({"--json", "--csv"}, {"--format", "--config"}),
+    "posttrain promote --": ({"--approve", "--pending"}, {"--config"}),
+    "posttrain check profile --stage ": ({"sft", "policy"}, {"demo"}),
     "posttrain service ": ({"up", "key", "queue"}, {"create"}),
     "posttrain service up ": ({"service"}, {"demo", "online"}),
     "posttrain up --service ": ({"service"}, {"demo"}),
@@ -30,7 +34,9 @@ LINES = {
     "posttrain service up --": ({"--set"}, {"--database", "--detach"}),
     "posttrain up --": ({"--database", "--detach"}, {"--set"}),
     # The stage, not the command of that name.
-    "posttrain stage evaluate --": ({"--model", "--fresh"}, {"--config"}),
+    "posttrain run demo --only evaluate --": ({"--model", "--fresh"}, {"--config"}),
+    # The configuration check.yaml or the command `check` behind `run`: still `run`.
+    "posttrain run check --": ({"--dry-run"}, {"--calibrate"}),
 }
 
 

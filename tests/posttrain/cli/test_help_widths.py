@@ -60,10 +60,10 @@ def test_the_first_texts_fit_into_a_narrow_terminal(columns, monkeypatch, tmp_pa
     first = format_run_banner(
         SimpleNamespace(name="demo", output="outputs", stages=stages)
     ).splitlines()
-    first = [line for line in first if not line.startswith("files ")]  # a path is never cut
+    first = [line for line in first if not line.startswith("output ")]  # a path is never cut
     for line in (
         *build_parser().format_help().splitlines(),
         *format_first_commands().splitlines(),
         *first,
     ):
-        assert len(line) <= columns or line.startswith(("results ", "  posttrain")), line
+        assert len(line) <= columns or line.startswith(("results ", "web UI ", "  posttrain")), line

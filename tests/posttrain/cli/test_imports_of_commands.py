@@ -35,7 +35,7 @@ def test_validate_and_the_dag_need_no_torch(tmp_path):
         [sys.executable, "-c", PROGRAM], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "demo.yaml: fine" in done.stdout
+    assert "demo.yaml: OK" in done.stdout
     assert [line for line in done.stdout.splitlines() if line.startswith("loaded")] == [
         "loaded",
         "loaded",

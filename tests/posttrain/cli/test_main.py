@@ -33,7 +33,7 @@ DEFAULT_OPTIONS = {"allow_drift": False, "fresh": False}
 def test_a_model_folder_that_is_none_is_a_user_error(tmp_path, capsys):
     """Exit with 2: scripts retry an exit code of 1, which means that the machine failed."""
     (tmp_path / "empty").mkdir()
-    assert cli.main(["doctor", "--model", str(tmp_path / "empty")]) == 2
+    assert cli.main(["check", "machine", "--model", str(tmp_path / "empty")]) == 2
     assert "is a folder without a config.json" in "".join(capsys.readouterr())
 
 
@@ -42,9 +42,12 @@ def test_a_model_folder_that_is_none_is_a_user_error(tmp_path, capsys):
     [
         ["fly"],
         ["run"],
-        ["stage", "SFT!", "x.yaml"],
-        ["evaluate", "model"],
-        ["promote", "--version", "0", "-c", "x.yaml"],
+        ["run", "x.yaml", "--only", "SFT!"],
+        ["check"],
+        ["check", "demo"],
+        ["promote", "--approve"],
+        ["evaluate"],
+        ["promote", "x.yaml", "--version", "0"],
         ["ui", "--mlflow-port", "70000"],
         ["runs", "--limit", "x"],
     ],
@@ -60,20 +63,31 @@ def test_a_bad_model_folder_exits_with_2(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
-    assert cli.main(["doctor", "--model", str(tmp_path / "broken")]) == 2
+    assert cli.main(["check", "machine", "--model", str(tmp_path / "broken")]) == 2
     assert "broken" in capsys.readouterr().err
     assert issubclass(ModelError, CheckpointError)  # older handlers still catch it
 
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "validate", "stage sft", "evaluate m -c", "promote -c", "runs -c", "doctor -c"],
+    [
+        "run X",
+        "validate X",
+        "run X --only sft",
+        "run X --dry-run",
+        "evaluate X m",
+        "promote X",
+        "promote X --pending",
+        "runs X",
+        "check machine X",
+        "store gc X",
+    ],
 )
 def test_every_entry_checks_the_config_first(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text("name: demo\nstages:\n  policy: {group_siz: 3}\n")
     before = set(tmp_path.iterdir())
-    assert cli.main([*command.split(), "bad.yaml"]) == 2
+    assert cli.main(command.replace("X", "bad.yaml").split()) == 2
     captured = capsys.readouterr()
     assert captured.err == (
         "posttrain: bad.yaml:3: stages.policy.group_siz: unknown key; did you mean 'group_size'?\n"
@@ -108,11 +122,11 @@ def test_overrides_are_checked_too(config, capsys):
 
 def test_set_without_config(capsys):
     assert cli.main(["runs", "--set", "seed=1"]) == 2
-    assert "give one with --config" in capsys.readouterr().err
+    assert "name it: posttrain runs CONFIG" in capsys.readouterr().err
 
 
 def test_stage_that_the_config_lacks(config, capsys):
-    assert cli.main(["stage", "reward_model", config]) == 2
+    assert cli.main(["run", config, "--only", "reward_model"]) == 2
     assert (
         "has no stage 'reward_model', only sft, policy; add it with --set stages.reward_model={}"
         in capsys.readouterr().err
@@ -146,8 +160,8 @@ def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, c
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
     assert cli.main(["analyze", "old", "new"]) == 2
-    assert "old: is a model; give its episodes with --config CONFIG" in capsys.readouterr().err
-    assert cli.main(["analyze", "old", "new", "--config", config, "--out", "report", "-q"]) == 0
+    assert "old: is a model; name the configuration" in capsys.readouterr().err
+    assert cli.main(["analyze", config, "old", "-q", "new", "--to", "report"]) == 0
     assert calls == [("demo", {"old": str(tmp_path / "old"), "new": str(tmp_path / "new")}, True)]
     assert (tmp_path / "report" / "report.html").read_text() == "<p>"
     assert capsys.readouterr().out == "the table\nreport: report/report.html\n"
@@ -169,7 +183,7 @@ def test_unreadable_trajectories_exit_with_2_and_leave_nothing(
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
-    assert cli.main(["analyze", name.split("/")[0], "--out", "report"]) == 2
+    assert cli.main(["analyze", name.split("/")[0], "--to", "report"]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "report").exists()
 
@@ -220,13 +234,13 @@ def test_retrain_passes_its_options_and_prints_the_result(config, flow, monkeypa
                 "-q",
             ]
         )
-        == 0
+        == 3
     )
     assert calls == [
         (4, {"start": "base", "force": True, "reason": "why", "quiet": True, **DEFAULT_OPTIONS})
     ]
     assert capsys.readouterr().out == "skipped: nothing is new\n"
-    assert cli.main(["retrain", config]) == 0
+    assert cli.main(["retrain", config, "--nothing-new-is-ok"]) == 0
     assert calls[1][1] == {
         "start": None,
         "force": False,
@@ -383,22 +397,25 @@ def test_a_reader_that_closes_the_pipe(tmp_path):
     assert done.stdout == "x\n" and done.stderr == ""
 
 
-def test_approve_passes_its_options(config, tmp_path, monkeypatch, capsys):
+def test_promote_passes_its_decisions(config, tmp_path, monkeypatch, capsys):
     calls = []
 
     def decide_approval(output, uri, run, **options):
         calls.append((str(output), uri, run, options))
         return "decided"
 
-    monkeypatch.setattr("posttrain.cli.approve.decide_approval", decide_approval)
-    assert cli.main(["approve", "demo", "--no", "--note", "worse", "--output", "o"]) == 0
-    assert cli.main(["approve"]) == 0
+    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", decide_approval)
+    assert cli.main(["promote", "--reject", "demo", "--note", "worse", "--output", "o"]) == 0
+    assert cli.main(["promote", "--pending"]) == 0
     rejected = {"approve": False, "by": "", "note": "worse", "store_options": " --output o"}
     undecided = {"approve": None, "by": "", "note": "", "store_options": ""}
     assert calls == [("o", None, "demo", rejected), ("outputs", None, None, undecided)]
     assert capsys.readouterr().out == "decided\ndecided\n"
     with pytest.raises(SystemExit):
-        cli.main(["approve", "demo", "--yes", "--no"])
+        cli.main(["promote", "--approve", "demo", "--reject", "demo"])
+    assert cli.main(["promote", "--approve", "demo", "--version", "3"]) == 2
+    assert cli.main(["promote"]) == 2
+    assert "name the configuration whose champion moves" in capsys.readouterr().err
 
 
 def test_resume_uses_the_recorded_options(flow, tmp_path, monkeypatch, capsys):
@@ -429,10 +446,12 @@ def test_resume_uses_the_recorded_options(flow, tmp_path, monkeypatch, capsys):
     recorded = {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
     assert used.pop("keys").pipeline is settings
     assert used == {**recorded, "allow_drift": False, "restart": False}
-    assert capsys.readouterr().out == "resuming 'demo · 1', which is killed\nthe table\n"
+    assert capsys.readouterr().out == "resuming demo · 1, which is killed\nthe table\n"
 
 
-@pytest.mark.parametrize("command", ["resume", "gc", "gc --yes"])
+@pytest.mark.parametrize(
+    "command", ["resume", "store gc", "store gc --yes", "store sync", "logs", "open"]
+)
 def test_operations_without_runs_name_the_folder(command, tmp_path, capsys):
     assert cli.main([*command.split(), "--output", str(tmp_path)]) == 2
     assert f"no runs in {tmp_path}" in capsys.readouterr().err
@@ -460,12 +479,12 @@ def test_a_crashed_run_is_listed_as_killed_before_it_is_repaired(tmp_path, monke
 
 
 def test_runs_as_json_and_csv(tmp_path, capsys):
-    assert cli.main(["runs", "--output", str(tmp_path), "--format", "json"]) == 0
+    assert cli.main(["runs", "--output", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     with Tracking(None, tmp_path).start_run("demo", tmp_path / "run") as run:
         run.log_metrics({"train/loss": 0.5}, 1)
         run.set_tag("result", "good, 'quoted'")
-    assert cli.main(["runs", "--output", str(tmp_path), "--format", "json"]) == 0
+    assert cli.main(["runs", "--output", str(tmp_path), "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)
     assert (record["run"], record["status"], record["result"]) == (
         "demo",
@@ -477,7 +496,7 @@ def test_runs_as_json_and_csv(tmp_path, capsys):
         and record["parent_run_id"] is None
         and record["seconds"] >= 0
     )
-    assert cli.main(["runs", "--output", str(tmp_path), "--format", "csv"]) == 0
+    assert cli.main(["runs", "--output", str(tmp_path), "--csv"]) == 0
     (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
     assert (row["run_id"], row["metrics.train/loss"], row["result"]) == (
         record["run_id"],

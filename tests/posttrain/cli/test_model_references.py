@@ -121,11 +121,11 @@ def test_a_store_of_another_shape_is_left_to_mlflow(tmp_path, monkeypatch):
 MINE = "name: mine\nmodel: {path: nobody/nothing-at-all}\nstages:\n  prepare_data: {}\n  sft: {}\n  evaluate: {}\n"
 COMMANDS = {
     "run": ["run"],
-    "stage": ["stage", "sft"],
+    "stage": ["run", "--only", "sft"],
     "sweep": ["sweep", "--seeds", "2"],
-    "profile": ["profile"],
-    "verify-resume": ["verify-resume"],
-    "plan": ["plan"],
+    "profile": ["check", "profile"],
+    "resume": ["check", "resume"],
+    "plan": ["check", "plan"],
 }
 
 
@@ -139,9 +139,7 @@ def test_a_missing_base_model_is_refused_before_anything_starts(
         monkeypatch.setattr(run_setup, step, lambda *_, **__: pytest.fail("a run was started"))
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("a process was started"))
     (tmp_path / "mine.yaml").write_text(MINE)
-    command, *options = COMMANDS[name]
-    config = [*options, "mine.yaml"] if command == "stage" else ["mine.yaml", *options]
-    assert main([command, *config]) == 2
+    assert main([*COMMANDS[name], "mine.yaml"]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith(
         "posttrain: model.path: nobody/nothing-at-all: there is no such folder, and no copy of"

@@ -45,7 +45,7 @@ def list_cached_lines(text):
 def test_stages_that_are_finished_are_named_up_to_the_first_that_is_not(tmp_path):
     settings = build_test_settings(tmp_path)
     assert format_run_banner(settings).startswith(
-        "t: sft -> policy -> evaluate\nfiles "
+        "t: sft -> policy -> evaluate\noutput "
     ) and not list_cached_lines(format_run_banner(settings))
     finish_stages(tmp_path, "sft")
     assert list_cached_lines(format_run_banner(settings)) == [
@@ -121,13 +121,13 @@ def test_the_banner_of_a_sweep_shows_what_varies_and_the_number_of_trials(tmp_pa
         and "10 configurations x 3 seeds" in text
     )
     assert (
-        f"files    {plan.locate_folder(base)}" in text
+        f"output   {plan.locate_folder(base)}" in text
         and f"posttrain runs --output {tmp_path}" in text
     )
     assert all(
         len(line) < 80
         for line in text.splitlines()
-        if not line.startswith(("files", "results", "live"))
+        if not line.startswith(("output", "results", "web UI"))
     )
 
 
@@ -135,7 +135,7 @@ def test_pages_that_up_serves_are_named_by_their_addresses(tmp_path, monkeypatch
     settings = build_test_settings(tmp_path)
     option = f"--output {tmp_path}"
     assert format_run_banner(settings).endswith(
-        f"results  posttrain runs {option}, posttrain ui {option}"
+        f"web UI   posttrain ui {option}\nresults  posttrain runs {option}"
     )
     urls = {
         "mlflow": "http://127.0.0.1:5110",
@@ -148,8 +148,8 @@ def test_pages_that_up_serves_are_named_by_their_addresses(tmp_path, monkeypatch
         lambda output: SimpleNamespace(services=services),
     )
     assert format_run_banner(settings).splitlines()[-2:] == [
-        "live     http://127.0.0.1:7960",
-        f"results  posttrain runs {option}, http://127.0.0.1:5110, http://127.0.0.1:4310",
+        "web UI   http://127.0.0.1:7960, http://127.0.0.1:5110, http://127.0.0.1:4310",
+        f"results  posttrain runs {option}",
     ]
     services.pop()
     assert "http://127.0.0.1:7960" not in format_run_banner(settings)

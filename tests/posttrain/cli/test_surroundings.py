@@ -159,17 +159,17 @@ def test_texts_of_models_and_environments_are_wrapped_and_escaped(tmp_path, monk
         "posttrain.cli.replay.replay_recorded_episode", lambda *_, **__: (text, True)
     )
     monkeypatch.setattr(
-        "posttrain.cli.gc.collect_garbage",
-        lambda *_, **__: SimpleNamespace(format_text=lambda: text),
+        "posttrain.cli.store_gc.collect_garbage",
+        lambda *_, **__: SimpleNamespace(format_text=lambda: text, to_record=dict),
     )
-    monkeypatch.setattr("posttrain.cli.approve.decide_approval", lambda *_, **__: text)
+    monkeypatch.setattr("posttrain.cli.approvals.decide_approval", lambda *_, **__: text)
     monkeypatch.setattr("posttrain.cli.compare.compare_tracked_runs", lambda *_: {})
     monkeypatch.setattr("posttrain.cli.compare.format_comparison", lambda comparison: text)
     for command in (
         ["replay"],
         ["replay", "policy/1/easy/2/0"],
-        ["gc"],
-        ["approve", "demo"],
+        ["store", "gc"],
+        ["promote", "--pending", "demo"],
         ["compare", "a", "b"],
     ):
         assert cli.main(command) == 0
@@ -201,8 +201,8 @@ def test_a_low_limit_of_open_files_is_raised_where_the_system_permits():
     body = "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     code = (
         PROGRAM.replace("BODY", body)
-        .replace('["runs"]', '["profile", "demo"]')
-        .replace("runs", "profile")
+        .replace('["runs"]', '["check", "profile", "demo"]')
+        .replace("runs", "check_profile")
     )
     done = subprocess.run(
         ["bash", "-c", 'ulimit -S -n 40; exec "$PYTHON" -c "$CODE" '],

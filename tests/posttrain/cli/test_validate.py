@@ -13,7 +13,7 @@ from tasks.config import load_settings
 def test_validate(config, capsys):
     assert cli.main(["validate", config]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
+    assert out.startswith(f"{config}: OK\n") and "sft -> policy" in out
 
 
 def test_the_summary_of_validate_fits_into_80_columns(tmp_path, monkeypatch, capsys):
@@ -107,7 +107,7 @@ def test_validate_imports_code_only_on_request(
     assert cli.main(["validate", "custom.yaml"]) == 0
     out = capsys.readouterr().out
     assert (
-        out.startswith("custom.yaml: fine, but for code that was not imported\n")
+        out.startswith("custom.yaml: OK, but for code that was not imported\n")
         and f"code      {path} (" in out
     )
     assert not (tmp_path / "ran").exists()

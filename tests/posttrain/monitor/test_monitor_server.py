@@ -1,4 +1,4 @@
-"""`posttrain monitor`: messages, port, export; the page without a browser."""
+"""`posttrain ui --live`: messages, port, export; the page without a browser."""
 
 import json
 import os
@@ -28,19 +28,19 @@ def fetch_page(url):
 
 
 def test_a_missing_folder_a_file_and_an_unknown_run_are_refused(tmp_path, capsys):
-    assert main(["monitor", "--output", str(tmp_path / "none")]) == 2
+    assert main(["ui", "--live", "--output", str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(["monitor", "--output", str(tmp_path / "file")]) == 2
+    assert main(["ui", "--live", "--output", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err
     make_run(tmp_path / "out", status="FINISHED")
-    assert main(["monitor", "--output", str(tmp_path / "out"), "--run", "nope"]) == 2
+    assert main(["ui", "--live", "--output", str(tmp_path / "out"), "nope"]) == 2
     assert "no run 'nope'" in capsys.readouterr().err
 
 
 def test_without_gradio_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    assert main(["monitor", "--output", str(tmp_path)]) == 2
+    assert main(["ui", "--live", "--output", str(tmp_path)]) == 2
     assert "pip install 'posttrain[monitor]'" in capsys.readouterr().err
 
 
@@ -58,10 +58,9 @@ def test_export_needs_no_gradio(tmp_path, capsys, monkeypatch):
     assert (
         main(
             [
-                "monitor",
+                "ui",
                 "--output",
                 str(tmp_path / "out"),
-                "--run",
                 "demo",
                 "--export",
                 str(tmp_path / "f"),
@@ -73,7 +72,8 @@ def test_export_needs_no_gradio(tmp_path, capsys, monkeypatch):
     assert json.loads((tmp_path / "f/run.json").read_text())["status"] == "finished"
     (tmp_path / "empty").mkdir()
     assert (
-        main(["monitor", "--output", str(tmp_path / "empty"), "--export", str(tmp_path / "g")]) == 2
+        main(["ui", "--live", "--output", str(tmp_path / "empty"), "--export", str(tmp_path / "g")])
+        == 2
     )
     assert "no runs in" in capsys.readouterr().err
 
@@ -86,7 +86,8 @@ def test_page_makes_no_external_requests_and_ctrl_c_ends_it(tmp_path):
             sys.executable,
             "-m",
             "posttrain.cli.main",
-            "monitor",
+            "ui",
+            "--live",
             "--output",
             str(tmp_path),
             "--port",

@@ -121,8 +121,8 @@ def test_commands_without_sampling_do_not_need_the_server(tmp_path, model, pytho
     path.write_text(path.read_text() + "serving: {}\n")
     options = ["--set", f"output={tmp_path / 'out'}"]
     assert (
-        main(["why", "policy", str(path), *options]) == 0
-        and main(["runs", "--config", str(path), *options]) == 0
+        main(["run", str(path), "--only", "policy", "--dry-run", *options]) == 0
+        and main(["runs", str(path), *options]) == 0
     )
     arguments = build_parser().parse_args(["up", "--rollouts", str(path), "--serve", str(path)])
     assert (

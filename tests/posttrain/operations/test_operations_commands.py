@@ -63,6 +63,7 @@ def running(tmp_path):
 
 def test_nothing_is_running(tmp_path, capsys):
     assert describe_status(tmp_path) == (
+        {"phase": "down", "left": []},
         f"not running for {tmp_path}; start it: posttrain up --output {tmp_path}",
         False,
     )
@@ -77,7 +78,7 @@ def test_stale_state_file_with_a_reused_process_id_is_ignored(tmp_path):
     write_state(
         StatePaths(tmp_path), SupervisorState(process, ServerOptions(), "up")
     )  # the lock is not held: that supervisor is dead
-    assert "not running" in describe_status(tmp_path)[0]
+    assert "not running" in describe_status(tmp_path)[1]
     assert "nothing was running" in stop_servers(tmp_path)  # and this process lives
     assert not StatePaths(tmp_path).state_file.exists()
 
@@ -90,7 +91,7 @@ def test_leftovers_of_a_crashed_supervisor_are_listed_and_ended(tmp_path):
     try:
         # A new program's environment becomes readable shortly after its start.
         wait_for(
-            lambda: f"1 of its processes are (first: {child.pid})" in describe_status(tmp_path)[0]
+            lambda: f"1 of its processes are (first: {child.pid})" in describe_status(tmp_path)[1]
         )
         assert "ended 1 processes" in stop_servers(tmp_path)
         assert child.wait(10) != 0

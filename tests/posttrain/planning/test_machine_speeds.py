@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from posttrain.cli.doctor import write_machine_calibration
+from posttrain.cli.check_machine import write_machine_calibration
 from posttrain.settings_files import read_settings_file
 from rl_core.errors import BackendError, SettingsError
 from rl_core.resources import machine_calibration as calibration
@@ -95,7 +95,7 @@ def test_the_heap_share_is_the_memory_beyond_live_tensors(small_machine):
 
 def test_a_plan_reads_the_written_file(small_machine, tmp_path, capsys):
     path = tmp_path / "machine.yaml"
-    report = write_machine_calibration(path, as_json=False)
+    _, report = write_machine_calibration(path)
     out, err = capsys.readouterr()
     assert (
         not out and err.startswith("measuring ") and err.count("\n") == 1
@@ -117,7 +117,7 @@ def test_an_unwritable_file_is_refused_before_the_measurement(small_machine, tmp
         (tmp_path / "none" / "machine.yaml", "is not a writable folder"),
     ):
         with pytest.raises(SettingsError, match=f"--output: {path} .*{message}"):
-            write_machine_calibration(path, as_json=False)
+            write_machine_calibration(path)
     assert small_machine == []
 
 

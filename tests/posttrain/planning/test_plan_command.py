@@ -1,4 +1,4 @@
-"""`posttrain plan --simulate`: shares of GPUs, numbers of workers, rates from a file or from a finished stage."""
+"""`posttrain check plan --simulate`: shares of GPUs, numbers of workers, rates from a file or from a finished stage."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run_plan(capsys, *arguments):
-    assert main(["plan", "mine.yaml", "--simulate", *arguments]) == 0
+    assert main(["check", "plan", "mine.yaml", "--simulate", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -104,14 +104,14 @@ def test_shares_of_gpus(folder, capsys):
 def test_refusals_are_one_line(folder, capsys, arguments, message):
     (folder / "bad.yaml").write_text("{tokens: {mean: -3}}")
     (folder / "tools.yaml").write_text("{tools: {mean: 3}}")
-    assert main(["plan", "mine.yaml", "--simulate", *arguments]) == 2
+    assert main(["check", "plan", "mine.yaml", "--simulate", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(message, error), error
 
 
 def test_options_of_the_simulation_alone_are_refused_without_it(folder, capsys):
     for option in ("--rates", "--workers", "--staleness", "--cores", "--iterations"):
-        assert main(["plan", "mine.yaml", option, "3"]) == 2
+        assert main(["check", "plan", "mine.yaml", option, "3"]) == 2
         assert f"{option}: needs --simulate" in capsys.readouterr().err
 
 
@@ -157,9 +157,11 @@ def test_idle_workers_are_reported(folder, capsys):
 
 def test_a_plan_without_a_policy_or_a_kind_is_refused(folder, capsys):
     (folder / "mine.yaml").write_text("name: planned\nstages: {sft: {}}\n")
-    assert main(["plan", "mine.yaml", "--simulate", "--set", "stages.prepare_data={}"]) == 2
+    assert (
+        main(["check", "plan", "mine.yaml", "--simulate", "--set", "stages.prepare_data={}"]) == 2
+    )
     assert "no policy stage" in capsys.readouterr().err
-    assert main(["plan", "mine.yaml", "--gpus", "4"]) == 2
+    assert main(["check", "plan", "mine.yaml", "--gpus", "4"]) == 2
 
 
 def test_gpus_are_split_into_at_least_one_of_each():
@@ -239,7 +241,7 @@ def test_rates_are_those_of_the_measured_batch(folder, capsys):
         "policy/a" in json.loads(run_plan(capsys, *arguments))["rates"]
     )  # the older stage, since it had one worker
     shutil.rmtree(folder / "outputs" / "planned" / "stages" / "policy" / "a")
-    assert main(["plan", "mine.yaml", "--simulate"]) == 2
+    assert main(["check", "plan", "mine.yaml", "--simulate"]) == 2
     assert (
         "no finished policy stage of planned in outputs with one synchronous worker"
         in capsys.readouterr().err
@@ -292,7 +294,7 @@ def test_a_large_bound_is_simulated_beyond_the_batches_that_begin_together(folde
     ]
     _, asynchronous = json.loads(run_plan(capsys, *arguments, "--json"))["layouts"]
     assert asynchronous["iteration_seconds"] == pytest.approx(10 / 17)
-    assert main(["plan", "mine.yaml", "--simulate", *arguments, "--iterations", "18"]) == 2
+    assert main(["check", "plan", "mine.yaml", "--simulate", *arguments, "--iterations", "18"]) == 2
     assert (
         "17 batches begin together" in (error := capsys.readouterr().err)
         and "simulate at least 83" in error

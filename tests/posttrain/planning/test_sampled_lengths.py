@@ -1,4 +1,4 @@
-"""Lengths that `posttrain plan` measures with the model's tokenizer, where nobody gives them."""
+"""Lengths that `posttrain check plan` measures with the model's tokenizer, where nobody gives them."""
 
 import itertools
 import json
@@ -116,9 +116,9 @@ def test_the_command_fits_a_real_context(model, tmp_path, capsys, monkeypatch):
         "stages": {"policy": policy},
     }
     (tmp_path / "t.yaml").write_text(json.dumps(config))
-    assert main(["plan", "t.yaml", "--gpus", "H100"]) == 0
+    assert main(["check", "plan", "t.yaml", "--gpus", "H100"]) == 0
     printed = capsys.readouterr().out
     assert "the longest of a sample" in printed
-    assert main(["plan", "t.yaml", "--gpus", "H100", "--prompt-tokens", "11"]) == 0
+    assert main(["check", "plan", "t.yaml", "--gpus", "H100", "--prompt-tokens", "11"]) == 0
     assert "of a sample" not in capsys.readouterr().out
     assert SAMPLE_SIZE >= 32

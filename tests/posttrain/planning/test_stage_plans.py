@@ -1,4 +1,4 @@
-"""`posttrain plan CONFIG`: memory by part compared with hand calculation, work, changes that fit, refusals."""
+"""`posttrain check plan CONFIG`: memory by part compared with hand calculation, work, changes that fit, refusals."""
 
 import json
 import re
@@ -512,7 +512,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_command_prints_parts_times_and_changes(folder, capsys):
-    assert main(["plan", "mine.yaml", "--machine", "machine.yaml"]) == 0
+    assert main(["check", "plan", "mine.yaml", "--machine", "machine.yaml"]) == 0
     text = capsys.readouterr().out
     assert "sft: " in text and "policy: " in text and "KV cache" in text and "VmHWM" in text
     assert (
@@ -522,12 +522,12 @@ def test_the_command_prints_parts_times_and_changes(folder, capsys):
     )
     small = yaml.safe_dump({**MACHINE, "memory_bytes": 400_000})
     (folder / "small.yaml").write_text(small)
-    assert main(["plan", "mine.yaml", "--machine", "small.yaml"]) == 0
+    assert main(["check", "plan", "mine.yaml", "--machine", "small.yaml"]) == 0
     assert re.search(r"DOES NOT FIT(.|\n)*-> .*=.*# .*: saves", capsys.readouterr().out)
 
 
 def test_the_command_for_programs(folder, capsys):
-    assert main(["plan", "mine.yaml", "--gpus", "2xH200", "--format", "json"]) == 0
+    assert main(["check", "plan", "mine.yaml", "--gpus", "2xH200", "--format", "json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["target"]["name"] == "2 x H200" and [
         stage["stage"] for stage in document["stages"]
@@ -571,6 +571,6 @@ def test_refusals_are_one_line(folder, capsys, arguments, message):
     (folder / "short.yaml").write_text(
         yaml.safe_dump({key: MACHINE[key] for key in MACHINE if key != "training"})
     )
-    assert main(["plan", "mine.yaml", *arguments]) == 2
+    assert main(["check", "plan", "mine.yaml", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and re.search(message, error), error

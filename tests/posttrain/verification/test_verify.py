@@ -1,4 +1,4 @@
-"""`posttrain verify-resume`: interruptions of a pipeline that takes a second, and of real ones (slow)."""
+"""`posttrain check resume`: interruptions of a pipeline that takes a second, and of real ones (slow)."""
 
 import json
 import os
@@ -240,7 +240,7 @@ def test_stores_of_the_user_are_not_used(monkeypatch):
 @pytest.mark.parametrize("arguments", [["--kills", "0"], ["--slices", "-1"], ["--minutes", "x"]])
 def test_wrong_options(arguments, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(["verify-resume", "demo", *arguments])
+        main(["check", "resume", "demo", *arguments])
     assert caught.value.code == 2 and arguments[0] in capsys.readouterr().err
 
 

@@ -125,7 +125,7 @@ def test_the_listing_names_every_point_in_its_group_and_who_reaches_it():
     )
     rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
     assert rows.keys() == faults.FAULT_POINTS.keys()
-    assert rows["gc.store"].endswith("the store has removed its part  (posttrain gc --yes)")
+    assert rows["gc.store"].endswith("the store has removed its part  (posttrain store gc --yes)")
     assert "(" not in rows["loop.step"].replace("step()", "")
 
 

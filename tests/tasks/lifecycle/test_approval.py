@@ -240,7 +240,7 @@ def test_an_answer_is_recorded_on_the_run_later(tracking, model, tmp_path, end):
 
 
 def test_repeating_the_answer_finishes_one_that_was_killed(tracking, model, tmp_path):
-    from posttrain.cli.approve import decide_approval
+    from posttrain.cli.approvals import decide_approval
 
     with tracking.start_run(f"{model} · 1", tmp_path / "run") as run:
         run_id = delivered_run_id(run)
@@ -295,7 +295,7 @@ def test_the_same_comparison_with_another_version_of_the_champions_model(trackin
 
 
 def test_a_run_is_selected_by_name_pipeline_or_id(tracking, model):
-    from posttrain.cli.approve import find_pending_request
+    from posttrain.cli.approvals import find_pending_request
 
     request = request_approval_of(tracking, model, run=f"{model} · 2026", run_id="0123456789")
     known = list_approval_requests(tracking)
@@ -309,7 +309,7 @@ def test_a_run_is_selected_by_name_pipeline_or_id(tracking, model):
 
 
 def test_undecidable_requests_are_refused(tracking, model, tmp_path):
-    from posttrain.cli.approve import decide_approval, find_pending_request
+    from posttrain.cli.approvals import decide_approval, find_pending_request
 
     with tracking.start_run("unasked · 1", tmp_path / "run") as run:
         delivered_run_id(run)
@@ -336,7 +336,7 @@ def test_undecidable_requests_are_refused(tracking, model, tmp_path):
 
 
 def test_the_command_shows_then_decides(tracking, model):
-    from posttrain.cli.approve import decide_approval
+    from posttrain.cli.approvals import decide_approval
 
     request_approval_of(tracking, model, run=f"{model} · 2026", run_id="b" * 32)
     uri = tracking.store.uri

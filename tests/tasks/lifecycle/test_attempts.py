@@ -151,7 +151,7 @@ def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(
     client.create_registered_model("shared")
     client.create_model_version("shared", "file:///nowhere")
     assert claim_attempt(first, "shared", build_test_attempt("a", version=1)).number == 1
-    client.delete_model_version("shared", "1")  # as `posttrain gc` does
+    client.delete_model_version("shared", "1")  # as `posttrain store gc` does
     assert claim_attempt(second, "shared", build_test_attempt("b")).number == 2
     assert claim_attempt(second, "shared", build_test_attempt("a")).number == 1
     assert {attempt.version for attempt in read_attempts(first, "shared")} == {1, 2}

@@ -240,15 +240,15 @@ def test_repair_reports_its_changes_and_how_to_resume(tmp_path, monkeypatch, cap
     from posttrain.cli import main as cli
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert cli.main(["doctor", "--repair", "--output", str(tmp_path / "none")]) == 0
+    assert cli.main(["check", "machine", "--repair", "--output", str(tmp_path / "none")]) == 0
     assert "nothing to repair" in capsys.readouterr().out
     write_journal(tmp_path, {"op": "text", "name": "config.json", "text": "{}"})
-    assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
+    assert cli.main(["check", "machine", "--repair", "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert (
         "run 'demo · 2026-01-01 10:00:00' crashed: process 1 no longer exists; marked as killed"
         in out
     )
     assert f"posttrain resume 'demo · 2026-01-01 10:00:00' --output {tmp_path}" in out
-    assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
+    assert cli.main(["check", "machine", "--repair", "--output", str(tmp_path)]) == 0
     assert "nothing to repair: every run has ended or is alive" in capsys.readouterr().out

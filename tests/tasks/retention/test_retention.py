@@ -1,4 +1,4 @@
-"""Removals of `posttrain gc` with handmade folders and a real store: nothing reachable may be removed."""
+"""Removals of `posttrain store gc` with handmade folders and a real store: nothing reachable may be removed."""
 
 import json
 import os
@@ -316,7 +316,7 @@ def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
 
 
 def test_a_dry_run_changes_nothing_and_yes_removes_what_was_listed(pipeline):
-    from posttrain.cli.gc import collect_garbage
+    from posttrain.cli.store_gc import collect_garbage
 
     runs = record_three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
@@ -368,7 +368,7 @@ class Killed(BaseException):
 
 
 def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, monkeypatch):
-    from posttrain.cli import gc as gc_command
+    from posttrain.cli import store_gc as gc_command
 
     runs = record_three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
@@ -425,7 +425,7 @@ def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, m
 
 
 def test_a_pipeline_that_runs_is_left_alone(pipeline):
-    from posttrain.cli.gc import collect_garbage
+    from posttrain.cli.store_gc import collect_garbage
 
     pipeline.run(("policy", "a", {}))
     pipeline.run(("policy", "b", {}))
@@ -438,7 +438,7 @@ def test_a_pipeline_that_runs_is_left_alone(pipeline):
 
 
 def test_wrong_locations_are_refused(pipeline, tmp_path):
-    from posttrain.cli.gc import collect_garbage
+    from posttrain.cli.store_gc import collect_garbage
 
     with pytest.raises(DataError, match="no runs in"):
         collect_garbage(tmp_path / "none", None, num_kept_runs=1)

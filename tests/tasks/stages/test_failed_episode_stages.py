@@ -179,29 +179,29 @@ def pipeline(tmp_path, monkeypatch):
     (stages / "policy/aa.open/recent_rollouts.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows)
     )
-    return ["--config", "c.yaml"]
+    return ["c.yaml"]
 
 
 def test_replay_of_an_evaluated_episode(pipeline, capsys):
-    assert main(["replay", "evaluate/mine/easy/3/0", *pipeline]) == 0
+    assert main(["replay", *pipeline, "evaluate/mine/easy/3/0"]) == 0
     output = capsys.readouterr().out
     assert "the same result as recorded" in output and "turn 1: answer 1" in output
     assert "evaluate/bb/trajectories_mine.jsonl:1" in output
 
 
 def test_replay_says_what_differs(pipeline, capsys):
-    assert main(["replay", "policy/6/easy/4/0", *pipeline]) == 1
+    assert main(["replay", *pipeline, "policy/6/easy/4/0"]) == 1
     assert "right answer (target): recorded another, now " in capsys.readouterr().out
-    assert main(["replay", "policy/7/easy/5/0", *pipeline]) == 1
+    assert main(["replay", *pipeline, "policy/7/easy/5/0"]) == 1
     output = capsys.readouterr().out
     assert "reward 'chance_for_test:score' gave 0.0 and 0.1 for the same trajectory" in output
     assert "no global random numbers" in output
 
 
 def test_replay_refuses_unsaved_episodes_and_lists_saved_ones(pipeline, capsys, tmp_path):
-    assert main(["replay", "policy/6/easy/99/0", *pipeline]) == 2
+    assert main(["replay", *pipeline, "policy/6/easy/99/0"]) == 2
     assert "is not stored in" in capsys.readouterr().err
-    assert main(["replay", "policy/6", *pipeline]) == 2
+    assert main(["replay", *pipeline, "policy/6"]) == 2
     assert "must read STAGE/ITERATION/LEVEL/SEED/SAMPLE" in capsys.readouterr().err
     assert main(["replay", *pipeline]) == 0
     assert "no failed episodes are stored" in capsys.readouterr().out

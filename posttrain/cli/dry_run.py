@@ -1,20 +1,13 @@
-"""Command `posttrain why`: why a stage ran or was cached, and what would make it run now."""
+"""Explanation of `posttrain run --dry-run`: why stages ran or were cached, and what would make them run now."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import (
-    STAGE_HELP,
-    add_config_argument,
-    add_json_option,
-    parse_stage_name,
-)
 from rl_core.errors import SettingsError
 from tasks import stage_registry
 
@@ -26,47 +19,23 @@ if TYPE_CHECKING:
 
 _MAX_DECISIONS = 5
 
-EXAMPLES = ("why demo", "why policy demo", "why sft demo --set stages.sft.epochs=2")
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument(
-        "name",
-        metavar="STAGE",
-        type=parse_stage_name,
-        nargs="?",
-        help=f"one stage, with earlier runs of it; {STAGE_HELP}",
-    )
-    add_config_argument(parser)
-    add_json_option(parser)
-
-
-def run_command(arguments: argparse.Namespace) -> int:
-    """Explain why stages ran or were skipped."""
-    config = arguments.config
-    if (
-        arguments.name is None
-        and config in stage_registry.list_stage_names()
-        and not Path(config).exists()
-    ):
-        raise SettingsError(
-            f"{config} is a stage; name the configuration, too, as in `posttrain why {config} demo`"
-        )
+def print_dry_run(arguments: argparse.Namespace) -> None:
+    """Print why the stages of a configuration, or the one of `--only`, ran or were cached, and what a run would do."""
     settings = run_setup.load_pipeline_settings(arguments, import_code=False)
     if settings.stages.custom:
         # The code of custom stages declares their settings and their position.
         settings = run_setup.load_pipeline_settings(arguments)
     from flows.runtime.progress import wrap_to_terminal
+    from posttrain.cli.tables import print_json
 
     explanation = (
-        explain_stage(settings, arguments.name) if arguments.name else explain_pipeline(settings)
+        explain_stage(settings, arguments.only) if arguments.only else explain_pipeline(settings)
     )
     if arguments.json:
-        print(json.dumps(explanation.to_record(), indent=1))
+        print_json(explanation.to_record())
     else:
         print(wrap_to_terminal(explanation.format_text()))
-    return 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,79 +1,36 @@
-"""Command `posttrain approve`: list and decide pending approvals from any process with access to the tracking store."""
+"""Pending approvals for `posttrain promote`: list and decide them from any process that reaches the tracking store."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import platform
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli import run_setup
-from posttrain.cli.arguments import add_config_and_output_options, add_json_option, add_note_option
 from rl_core.errors import DataError, SettingsError, suggest_name
 from rl_core.json_client import find_health_problem
-from tasks.command_hints import format_output_option, format_posttrain_command
+from tasks.command_hints import format_posttrain_command
 
 if TYPE_CHECKING:
     from tasks.lifecycle.approval import ApprovalRequest
     from tasks.tracking import Tracking
-
-EXAMPLES = (
-    "approve",
-    "approve 'demo · 2026-11-21 14:00:00' --yes --note 'looked at the regressions'",
-    "approve demo --no --note 'worse on hard questions'",
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="name or id of the run, or its pipeline (posttrain runs)",
-    )
-    decision = parser.add_mutually_exclusive_group()
-    decision.add_argument(
-        "--yes", dest="approve", action="store_true", help="promote", default=None
-    )
-    decision.add_argument("--no", dest="approve", action="store_false", help="reject", default=None)
-    add_note_option(parser)
-    parser.add_argument("--by", default="", help="reviewer (default: this user and machine)")
-    add_json_option(parser, "without RUN: pending ones, for programs")
-    add_config_and_output_options(parser)
-
-
-def run_command(arguments: argparse.Namespace) -> int:
-    """Decide on a pending promotion, or list the pending ones."""
-    settings = run_setup.load_optional_settings(arguments)
-    output, uri = run_setup.resolve_tracking_store(arguments, settings)
-    if arguments.json:
-        if arguments.run is not None:
-            raise SettingsError("--json lists pending approvals; leave RUN out")
-        print(json.dumps(list_pending_approvals(output, uri), indent=1))
-        return 0
-    store_options = format_output_option(output)
-    if settings:
-        store_options = f" --config {shlex.quote(arguments.config)}"
-    decision = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
-    run_setup.print_wrapped(
-        decide_approval(output, uri, arguments.run, **decision, store_options=store_options)
-    )
-    return 0
 
 
 def list_pending_approvals(output: Path, uri: str | None) -> list[dict[str, Any]]:
     """Return the pending approvals as records."""
     from tasks.lifecycle.approval import list_approval_requests
     from tasks.tracking import Tracking
+    from tasks.tracking.run_ids import shorten_run_name
 
     tracking = Tracking(uri, output)
     requests = list_approval_requests(tracking) if _has_tracking_store(tracking) else []
-    return [dataclasses.asdict(request) for request in requests if request.is_waiting]
+    return [
+        {"id": shorten_run_name(output, request.run), **dataclasses.asdict(request)}
+        for request in requests
+        if request.is_waiting
+    ]
 
 
 def decide_approval(
@@ -108,6 +65,7 @@ def decide_approval(
         reapply_answer,
     )
     from tasks.tracking import Tracking
+    from tasks.tracking.run_ids import shorten_run_name
     from tasks.tracking.store import read_user_name
 
     tracking = Tracking(uri, output)
@@ -115,7 +73,7 @@ def decide_approval(
     if run is None:
         if approve is not None:
             raise SettingsError(
-                "name the run to decide on; `posttrain approve` alone lists pending approvals"
+                "name the run to decide on; `posttrain promote --pending` lists pending approvals"
             )
         pending = [request for request in requests if request.is_waiting]
         return format_pending_requests(pending, output, store_options)
@@ -129,7 +87,7 @@ def decide_approval(
     if approve is None:
         page = tracking.find_run_page(request.stage_run_id)
         page = page or f"`{format_posttrain_command('ui', tracking.output)}` shows it"
-        return f"{request.summary}\n\nevidence  {page}\n{format_approval_commands(request, store_options)}"
+        return f"{request.summary}\n\nevidence  {page}\n{format_approval_commands(request, output, store_options)}"
     decided = answer_request(
         tracking,
         request,
@@ -139,7 +97,9 @@ def decide_approval(
     )
     lines = [decided.summary]
     if decided.state == "superseded":
-        resume = format_posttrain_command(f"resume {shlex.quote(decided.run)}", tracking.output)
+        resume = format_posttrain_command(
+            f"resume {shlex.quote(shorten_run_name(tracking.output, decided.run))}", tracking.output
+        )
         lines.append(f"`{resume}` repeats the comparison; a waiting run does so itself")
     lines += _resume_waiting_flow(decided, approve, tracking.output)
     return "\n".join(lines)
@@ -195,9 +155,7 @@ def find_pending_request(
             "not been reached"
         )
     if not rows:
-        raise DataError(
-            f"no runs in {tracking.uri}; give the run's --config, or its --output folder"
-        )
+        raise DataError(f"no runs in {tracking.uri}; name the run's output folder with --output")
     raise DataError(
         f"no run '{run}' in {tracking.uri}; {suggest_name(run, [row.name for row in rows])}"
     )
@@ -217,7 +175,7 @@ def format_pending_requests(
     if not waiting:
         return f"nothing in {output.absolute()} waits for approval"
     return "\n\n".join(
-        f"{request.run}\n{request.summary}\n{format_approval_commands(request, store_options)}"
+        f"{request.run}\n{request.summary}\n{format_approval_commands(request, output, store_options)}"
         for request in waiting
     )
 

@@ -1,4 +1,4 @@
-"""Command `posttrain sync`: deliver records that the tracking store has not received yet."""
+"""Command `posttrain store sync`: deliver records that the tracking store has not received yet."""
 
 from __future__ import annotations
 
@@ -8,33 +8,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import add_config_and_output_options
+from posttrain.cli.arguments import add_config_argument
 from rl_core.errors import DataError
 
 if TYPE_CHECKING:
     from tasks.tracking import Tracking, UndeliveredCounts
 
-EXAMPLES = ("sync", "sync --config gsm8k", "sync --output /data/outputs")
+EXAMPLES = ("store sync", "store sync gsm8k", "store sync demo-7f3a", "store sync -o /data/outputs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    add_config_and_output_options(parser)
+    add_config_argument(
+        parser,
+        optional=True,
+        was_option=True,
+        metavar="CONFIG|RUN",
+        help_text="a configuration, whose runs are delivered, or one run (default: all of the output folder)",
+    )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Deliver records that the tracking store has not received yet."""
-    settings = run_setup.load_optional_settings(arguments)
-    text, is_complete = deliver_journals(*run_setup.resolve_tracking_store(arguments, settings))
+    target = run_setup.resolve_target(arguments)
+    output = run_setup.connect_mlflow(target.output)
+    run_folder = None if target.record is None else target.record.folder
+    text, is_complete = deliver_journals(output, target.tracking_uri, run_folder)
     run_setup.print_wrapped(text)
     return 0 if is_complete else 1
 
 
-def deliver_journals(output: Path, uri: str | None) -> tuple[str, bool]:
+def deliver_journals(
+    output: Path, uri: str | None, run_folder: Path | None = None
+) -> tuple[str, bool]:
     """Deliver all journals of an output folder; return a report, and True if nothing is left to deliver.
 
     Args:
         uri: the tracking store; None = MLFLOW_TRACKING_URI, else the one that each run was recorded for.
+        run_folder: deliver this run and its stages alone; None = all.
     Raises: DataError if the folder has no journals.
     """
     from tasks.mlflow_environment import strip_uri_password
@@ -42,9 +53,15 @@ def deliver_journals(output: Path, uri: str | None) -> tuple[str, bool]:
     from tasks.tracking.replay import list_journals, read_start_record
 
     output = output.resolve()
-    folders = list(list_journals(output))
+    folders = [
+        folder
+        for folder in list_journals(output)
+        if run_folder is None
+        or folder == run_folder
+        or read_start_record(folder).get("parent_folder") == str(run_folder)
+    ]
     if not folders:
-        raise DataError(f"no runs in {output}; give the runs' --config, or their --output folder")
+        raise DataError(f"no runs in {output}; name the output folder with --output")
     default_tracking = Tracking(uri, output)
     is_explicit = (
         uri is not None or default_tracking.store.uri != default_tracking.store.default_uri

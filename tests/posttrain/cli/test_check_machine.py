@@ -1,4 +1,4 @@
-"""Findings of `posttrain doctor`, about the machine and about a model."""
+"""Findings of `posttrain check machine`, about the machine and about a model."""
 
 import http.server
 import json
@@ -11,9 +11,9 @@ from helpers.chat_templates import OPENS_AND_STRIPS, family
 from packaging.requirements import Requirement
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from posttrain.cli import doctor
+from posttrain.cli import check_machine as doctor
 from posttrain.cli import main as cli
-from posttrain.cli.doctor import _check_sandbox
+from posttrain.cli.check_machine import _check_sandbox
 from posttrain.cli.model_capabilities import explain_model
 from rl_core.environments.subprocess_host import ChildFailed
 from rl_core.settings import LoraSettings, ModelSettings
@@ -50,7 +50,7 @@ def find_finding(name, *arguments):
 
 
 def test_a_machine_that_runs_the_tests_meets_all_requirements(tmp_path, capsys):
-    assert cli.main(["doctor", "--output", str(tmp_path / "outputs")]) == 0
+    assert cli.main(["check", "machine", "--output", str(tmp_path / "outputs")]) == 0
     out = capsys.readouterr().out
     for name in (
         "python",
@@ -81,7 +81,7 @@ def test_long_findings_are_wrapped_in_a_terminal_but_not_in_a_file(monkeypatch):
 
 @pytest.mark.parametrize("option", ["--faults", "--repair"])
 def test_lists_of_the_doctor_as_json(option, tmp_path, capsys):
-    assert cli.main(["doctor", option, "--json", "--output", str(tmp_path)]) == 0
+    assert cli.main(["check", "machine", option, "--json", "--output", str(tmp_path)]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (
         listed == ["nothing to repair: every run has ended or is alive"]
@@ -91,14 +91,14 @@ def test_lists_of_the_doctor_as_json(option, tmp_path, capsys):
     if option == "--faults":
         (point,) = [item for item in listed if item["name"] == "gc.store"]
         assert (
-            point["run"] == "posttrain gc --yes"
+            point["run"] == "posttrain store gc --yes"
             and point["meaning"] == "the store has removed its part"
         )
 
 
 def test_output_that_is_a_file(tmp_path, capsys):
     (tmp_path / "outputs").touch()
-    assert cli.main(["doctor", "--output", str(tmp_path / "outputs")]) == 1
+    assert cli.main(["check", "machine", "--output", str(tmp_path / "outputs")]) == 1
     out = capsys.readouterr().out
     assert (
         "BAD   output" in out and "is a file" in out and out.endswith("1 requirement is missing\n")
@@ -196,7 +196,7 @@ def test_killed_runs_are_reported(tmp_path, monkeypatch):
     (reported,) = [
         finding for finding in doctor.examine_machine(tmp_path) if finding.name == "runs"
     ]
-    assert reported.state == "note" and reported.detail == "1 run was killed: demo · 1"
+    assert reported.state == "note" and reported.detail == "1 run was killed: demo-k"
     assert "--repair" in reported.advice and events.read_bytes() == before
     events.write_bytes(
         before + json.dumps({"op": "end", "time": 2, "status": "FINISHED"}).encode() + b"\n"
@@ -207,7 +207,16 @@ def test_killed_runs_are_reported(tmp_path, monkeypatch):
 def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
     create_tiny_model(tmp_path / "m", family="llama")
     assert (
-        cli.main(["doctor", "--model", str(tmp_path / "m"), "--output", str(tmp_path / "outputs")])
+        cli.main(
+            [
+                "check",
+                "machine",
+                "--model",
+                str(tmp_path / "m"),
+                "--output",
+                str(tmp_path / "outputs"),
+            ]
+        )
         == 0
     )
     out = capsys.readouterr().out
@@ -242,7 +251,7 @@ def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
 def test_a_config_alone_leaves_trials_open_and_names_fallbacks(tmp_path, capsys):
     folder = create_tiny_model(tmp_path / "m", family="gpt2")
     (folder / "model.safetensors").unlink()
-    assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 0
+    assert cli.main(["check", "machine", "--model", str(folder), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "(its config alone was read)" in out
     assert (
@@ -287,7 +296,10 @@ def test_a_registered_model_is_looked_up_in_the_store_of_the_output_folder(tmp_p
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert (
-        cli.main(["doctor", "--model", str(tmp_path / "nothing"), "--output", str(tmp_path)]) == 2
+        cli.main(
+            ["check", "machine", "--model", str(tmp_path / "nothing"), "--output", str(tmp_path)]
+        )
+        == 2
     )
     assert f"no model folder '{tmp_path / 'nothing'}'" in capsys.readouterr().err
 
@@ -306,7 +318,7 @@ def create_tiny_model(folder, *, family):
 def test_the_chat_template_is_examined_with_an_example(tmp_path, capsys):
     folder = create_tiny_model(tmp_path / "m", family="llama")
     family(OPENS_AND_STRIPS, ("<think>", "</think>")).save_pretrained(folder)
-    assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 0
+    assert cli.main(["check", "machine", "--model", str(folder), "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for line in (
         "end of turn  <|im_end|> (written by the template)",
@@ -334,7 +346,7 @@ def test_the_chat_template_is_examined_with_an_example(tmp_path, capsys):
 def test_a_template_that_cannot_be_trained_with_is_refused_with_the_way_out(tmp_path, capsys):
     folder = create_tiny_model(tmp_path / "m", family="llama")
     family("{% for m in messages %}{{ m['role'] }}{% endfor %}").save_pretrained(folder)
-    assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 1
+    assert cli.main(["check", "machine", "--model", str(folder), "--output", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert (
         "BAD   the tokenizer's chat template omits user messages" in out

@@ -1,6 +1,6 @@
-"""Command `posttrain doctor`: check packages, devices, folders, servers and crashed runs.
+"""Command `posttrain check machine`: check packages, devices, folders, servers and crashed runs.
 
-`posttrain doctor --calibrate` measures this machine and writes its speeds for `posttrain plan --machine`.
+With `--calibrate` it measures this machine and writes its speeds for `posttrain check plan --machine`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import os
 import platform
 import shutil
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -30,7 +29,8 @@ from packaging.version import Version
 
 from flows.runtime.terminal import StatusLine, detect_terminal_columns
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import DEFAULT_OUTPUT, add_config_and_output_options, add_json_option
+from posttrain.cli.arguments import add_config_argument, add_data_options
+from posttrain.cli.tables import print_data
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.json_client import find_health_problem
 from tasks.command_hints import format_posttrain_command
@@ -45,25 +45,31 @@ DEFAULT_CALIBRATION_FILE = "machine.yaml"
 _PIPELINE_IMPORTS = ("prefect", "mlflow", "flows.post_training")  # of a pipeline, besides rl_core
 
 EXAMPLES = (
-    "doctor",
-    "doctor --config gsm8k",
-    "doctor --repair",
-    "doctor --model Qwen/Qwen3-0.6B",
-    "doctor --calibrate --output machine.yaml",
+    "check machine",
+    "check machine gsm8k    (its output folder and tracking store)",
+    "check machine --repair",
+    "check machine --model Qwen/Qwen3-0.6B",
+    "check machine --calibrate --to machine.yaml",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_config_argument(parser, optional=True, was_option=True)
     parser.add_argument(
         "--repair", action="store_true", help="mark killed runs and show how to resume them"
     )
-    add_json_option(parser)
+    add_data_options(parser)
     parser.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure the speed and memory of this machine in about a minute, and write them for `posttrain plan "
-        "--machine` (--output FILE; default: machine.yaml)",
+        help="measure the speed and memory of this machine in about a minute, and write them for `posttrain check plan "
+        "--machine`",
+    )
+    parser.add_argument(
+        "--to",
+        metavar="FILE",
+        help=f"with --calibrate: the file (default: {DEFAULT_CALIBRATION_FILE})",
     )
     parser.add_argument(
         "--faults",
@@ -74,9 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="MODEL",
         help="say which fast paths this model folder, hub name or models:/NAME@ALIAS may take here, and why (dtype, "
-        "device and adapters as in --config)",
+        "device and adapters as in CONFIG)",
     )
-    add_config_and_output_options(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -84,15 +89,17 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.faults:
         from rl_core.storage.faults import format_fault_points, list_fault_points
 
-        print(
-            json.dumps(list_fault_points(), indent=1) if arguments.json else format_fault_points()
-        )
+        if not print_data(arguments, list_fault_points()):
+            print(format_fault_points())
         return 0
     if arguments.calibrate:
-        is_default = arguments.output == DEFAULT_OUTPUT
-        path = DEFAULT_CALIBRATION_FILE if is_default else arguments.output
-        print(write_machine_calibration(Path(path), as_json=arguments.json))
+        path = Path(arguments.to or DEFAULT_CALIBRATION_FILE)
+        values, text = write_machine_calibration(path)
+        if not print_data(arguments, values, [values]):
+            print(text)
         return 0
+    if arguments.to is not None:
+        raise SettingsError("--to: names the file of --calibrate; add that option")
     settings = run_setup.load_optional_settings(arguments)
     output = Path(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
@@ -104,19 +111,19 @@ def run_command(arguments: argparse.Namespace) -> int:
         from flows.runtime.flow_run_states import repair_crashed_runs
 
         lines = repair_crashed_runs(output, uri)
-        print(json.dumps(lines, indent=1) if arguments.json else "\n".join(lines))
+        if not print_data(arguments, lines, [{"repaired": line} for line in lines]):
+            print("\n".join(lines))
         return 0
     if arguments.model is not None:
         from posttrain.cli.model_capabilities import explain_model
 
         model_settings = settings.model if settings else None
         explanation = explain_model(arguments.model, model_settings, output, uri)
-        print(json.dumps(explanation.record, indent=1) if arguments.json else explanation.text)
+        if not print_data(arguments, explanation.record, [explanation.record]):
+            print(explanation.text)
         return 1 if explanation.is_refused else 0
     findings = examine_machine(output, uri)
-    if arguments.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
-    else:
+    if not print_data(arguments, [dataclasses.asdict(finding) for finding in findings]):
         print(format_findings(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
 
@@ -158,7 +165,7 @@ def examine_machine(output: Path, tracking_uri: str | None = None) -> list[Docto
 
 def format_findings(findings: list[DoctorFinding]) -> str:
     """Format findings within the terminal, each followed by its advice, if any."""
-    states = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+    states = {"ok": "OK  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -422,7 +429,10 @@ def _check_crashed_runs(output: Path) -> Iterator[DoctorFinding]:
     crashed = [run for run in find_crashed_runs(output.absolute()) if not run.is_remote]
     if not crashed:
         return
-    pipelines = [run.name for run in crashed if run.is_pipeline]
+    from tasks.tracking.run_ids import list_named_runs
+
+    short_ids = {run.name: run.short_id for run in list_named_runs(output.absolute())}
+    pipelines = [short_ids.get(run.name, run.name) for run in crashed if run.is_pipeline]
     num_stages = len(crashed) - len(pipelines)
     stages = f"{num_stages} {'stage' if num_stages == 1 else 'stages'}"
     if pipelines:
@@ -431,7 +441,7 @@ def _check_crashed_runs(output: Path) -> Iterator[DoctorFinding]:
         detail = f"{len(pipelines)} {verb} killed: {', '.join(pipelines)}{where}"
     else:
         detail = f"{stages} of earlier runs killed"
-    repair = format_posttrain_command("doctor --repair", output)
+    repair = format_posttrain_command("check machine --repair", output)
     yield DoctorFinding("runs", "note", detail, f"{repair} marks them and shows how to resume")
 
 
@@ -463,9 +473,9 @@ def _probe_database(uri: str) -> str:
 
 
 def write_machine_calibration(
-    path: Path, *, as_json: bool, clock: Clock = time.perf_counter
-) -> str:
-    """Measure this machine for about a minute and write the file; return a summary, or the settings as JSON.
+    path: Path, *, clock: Clock = time.perf_counter
+) -> tuple[dict[str, Any], str]:
+    """Measure this machine for about a minute and write the file; return the settings and a summary.
 
     Raises: SettingsError, before anything is measured, if the file's folder does not exist; BackendError if a process
         that measures memory fails; CheckpointError if the file cannot be written.
@@ -476,7 +486,7 @@ def write_machine_calibration(
     elif not os.access(path.parent, os.W_OK):
         problem = f"cannot be written: {path.parent} is not a writable folder"
     if problem:
-        raise SettingsError(f"--output: {path} {problem}; name a file for the speeds")
+        raise SettingsError(f"--to: {path} {problem}; name a file for the speeds")
 
     import yaml
 
@@ -493,10 +503,11 @@ def write_machine_calibration(
     )
     progress.clear_line()
     values = dump_settings(machine)
-    head = "# Speeds of one machine, for `posttrain plan CONFIG --machine FILE`: posttrain doctor --calibrate\n"
+    head = (
+        "# Speeds of one machine, for `posttrain check plan CONFIG --machine FILE`: "
+        "posttrain check machine --calibrate\n"
+    )
     write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-    if as_json:
-        return json.dumps(values, indent=1)
     lines = [f"{machine.name}, {machine.threads} threads, {machine.memory_bytes / 2**30:.1f} GiB"]
     for name in ("training", "scoring", "decoding"):
         points = ", ".join(
@@ -509,9 +520,9 @@ def write_machine_calibration(
         f"{machine.library_bytes / 2**20:.0f} MiB, with the pipeline {machine.pipeline_bytes / 2**20:.0f} MiB more"
     )
     lines.append(
-        f"{path} written after {time.monotonic() - start:.0f} s: posttrain plan CONFIG --machine {path}"
+        f"{path} written after {time.monotonic() - start:.0f} s: posttrain check plan CONFIG --machine {path}"
     )
-    return "\n".join(lines)
+    return values, "\n".join(lines)
 
 
 def _read_processor_name() -> str:

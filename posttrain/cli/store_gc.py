@@ -1,9 +1,8 @@
-"""Command `posttrain gc`: print or execute the plan of tasks/retention.py."""
+"""Command `posttrain store gc`: print or execute the plan of tasks/retention.py."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import (
-    add_config_and_output_options,
+    add_config_argument,
     add_json_option,
     parse_positive_integer,
 )
@@ -24,11 +23,12 @@ if TYPE_CHECKING:
     from tasks.retention import RetentionPlan
     from tasks.tracking import Tracking
 
-EXAMPLES = ("gc --keep 5", "gc --keep 5 --pipeline demo --yes")
+EXAMPLES = ("store gc --keep 5", "store gc --keep 5 --pipeline demo --yes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    add_config_argument(parser, optional=True, was_option=True)
     parser.add_argument(
         "--keep",
         type=parse_positive_integer,
@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--yes", action="store_true", help="actually remove")
     add_json_option(parser)
-    add_config_and_output_options(parser)
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -59,9 +58,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         pipelines=arguments.pipeline,
         delete=arguments.yes,
     )
-    if arguments.json:
-        print(json.dumps(report.to_record(), indent=1))
-    else:
+    from posttrain.cli.tables import print_data
+
+    if not print_data(arguments, report.to_record()):
         run_setup.print_wrapped(report.format_text())
     return 0
 
@@ -142,7 +141,7 @@ def collect_garbage(
     output = output.resolve()
     known = sorted({record.pipeline for record in list_recorded_runs(output)})
     if not known:
-        raise DataError(f"no runs in {output}; give the runs' --config, or their --output folder")
+        raise DataError(f"no runs in {output}; name the output folder with --output")
     for name in pipelines:
         if name not in known:
             raise DataError(f"no pipeline '{name}' in {output}; {suggest_name(name, known)}")

@@ -1,4 +1,4 @@
-"""Command `posttrain verify-resume`: compare an uninterrupted run with an interrupted one."""
+"""Command `posttrain check resume`: compare an uninterrupted run with an interrupted one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument, parse_duration, parse_positive_integer
 
 EXAMPLES = (
-    "verify-resume demo --set stages.policy.iterations=8 --set stages.sft.max_steps=60",
-    "verify-resume my_task/config.yaml --kills 10 --seed 1",
-    "verify-resume my_task/config.yaml --slices 60    (SIGTERM every 60 s, as a scheduler sends it)",
+    "check resume demo --set stages.policy.iterations=8 --set stages.sft.max_steps=60",
+    "check resume my_task/config.yaml --kills 10 --seed 1",
+    "check resume my_task/config.yaml --slices 60    (SIGTERM every 60 s, as a scheduler sends it)",
 )
 
 

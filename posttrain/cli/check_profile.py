@@ -1,4 +1,4 @@
-"""Command `posttrain profile`: time profile of a training stage's iterations."""
+"""Command `posttrain check profile`: time profile of a training stage's iterations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import importlib
 import io
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from flows.runtime.terminal import UNLIMITED_COLUMNS, detect_terminal_columns
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import (
     add_config_argument,
-    add_json_option,
+    add_data_options,
     add_quiet_option,
     parse_stage_name,
 )
@@ -54,7 +53,11 @@ _MEDIAN_FORMATS = {
     "perf/memory_gb": ("GB at most", "{:.2f}"),
 }
 
-EXAMPLES = ("profile demo", "profile demo --stage sft --iterations 20", "profile demo --json")
+EXAMPLES = (
+    "check profile demo",
+    "check profile demo --stage sft --iterations 20",
+    "check profile demo --json",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="how many (default: 8)",
     )
-    add_json_option(parser)
+    add_data_options(parser)
     add_quiet_option(parser)
 
 
@@ -81,7 +84,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     name = _resolve_profiled_stage(arguments.stage, settings)
     run_setup.refuse_unknown_base_model(settings)
     run_setup.configure_prefect(settings)
-    quiet = arguments.quiet or arguments.json
+    quiet = arguments.quiet or arguments.json or arguments.csv
     active = settings.stages.active
     with run_setup.print_banner_and_start_prefect(
         settings, quiet=quiet, stages=active[: active.index(name) + 1], fresh=True
@@ -89,9 +92,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         importlib.import_module("flows.single_stage")  # which profile_stage calls
 
     records = profile_stage(settings, name, arguments.iterations, quiet=quiet)
-    if arguments.json:
-        print(json.dumps(build_profile_record(name, records), indent=1))
-    else:
+    from posttrain.cli.tables import print_data
+
+    record = build_profile_record(name, records)
+    if not print_data(arguments, record, record["parts"]):
         print(format_profile_table(name, records))
     return 0
 
@@ -193,7 +197,8 @@ def profile_stage(
 ) -> list[tuple[int, dict[str, float]]]:
     """Run a few iterations of a training stage; earlier stages come from finished runs, or run first.
 
-    The model of these iterations is removed: otherwise `diff`, `replay` and the readers would take it for the newest.
+    The model of these iterations is removed: otherwise `compare --models`, `replay` and the readers would take it for
+    the newest.
     Returns: (step, metrics) from its journal.
     """
     from flows.single_stage import run_stage

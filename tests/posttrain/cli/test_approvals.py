@@ -1,11 +1,11 @@
-"""`posttrain approve` while Prefect or MLflow do not answer: no dead links, the step that helps."""
+"""`posttrain promote --approve` while Prefect or MLflow do not answer: no dead links, the step that helps."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from flows.runtime import approval_wait
-from posttrain.cli import approve
+from posttrain.cli import approvals
 from tasks.tracking import Tracking
 
 
@@ -24,11 +24,11 @@ def test_a_flow_run_that_cannot_be_resumed_has_a_link_only_if_its_server_answers
 
     asked = []
     monkeypatch.setattr(approval_wait, "resume_waiting_flow_run", refuse)
-    monkeypatch.setattr(approve, "find_health_problem", lambda url: asked.append(url) or problem)
+    monkeypatch.setattr(approvals, "find_health_problem", lambda url: asked.append(url) or problem)
     request = SimpleNamespace(
         prefect_api="http://127.0.0.1:4/api", flow_run_id="f1", by="me", note=""
     )
-    (line,) = approve._resume_waiting_flow(request, True, tmp_path)
+    (line,) = approvals._resume_waiting_flow(request, True, tmp_path)
     assert line.endswith(f"(ConnectionError: refused); {step}")
     assert line.count("http://") == (not problem) and asked == ["http://127.0.0.1:4/api/health"]
 
@@ -40,8 +40,8 @@ def test_the_evidence_is_a_page_that_is_served_or_the_command_that_shows_it(
     request = SimpleNamespace(run="demo · 1", summary="a question", stage_run_id="r")
     page = "http://mlflow/#/r"
     monkeypatch.setattr(Tracking, "find_run_page", lambda *_: page if served else "")
-    monkeypatch.setattr(approve, "find_pending_request", lambda *_: request)
-    text = approve.decide_approval(tmp_path, None, "demo", approve=None)
+    monkeypatch.setattr(approvals, "find_pending_request", lambda *_: request)
+    text = approvals.decide_approval(tmp_path, None, "demo", approve=None)
     command = f"`posttrain ui --output {tmp_path}` shows it"
     assert text.startswith(
         f"a question\n\nevidence  {page if served else command}\napprove   posttrain"

@@ -1,4 +1,4 @@
-"""Command `posttrain prefer`: collect human preferences on a local page."""
+"""Command `posttrain label`: collect human preferences on a local page."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from posttrain.cli.arguments import add_config_argument, parse_port
+from posttrain.cli.arguments import add_config_argument, list_overrides, parse_port
 from rl_core.errors import SettingsError
 
 EXAMPLES = (
-    "prefer demo    (two rollouts of the champion to each of 100 episodes)",
-    "prefer mine.yaml --set prefer.models=[models:/mine/1,models:/mine@champion]",
-    "prefer mine.yaml --answers pairs.jsonl --set prefer.ask=scores",
-    "prefer mine.yaml --export    (the data file alone, without a page)",
+    "label demo    (two rollouts of the champion to each of 100 episodes)",
+    "label mine.yaml --set prefer.models=[models:/mine/1,models:/mine@champion]",
+    "label mine.yaml --answers pairs.jsonl --set prefer.ask=scores",
+    "label mine.yaml --export    (the data file alone, without a page)",
 )
 
 
@@ -35,12 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export", action="store_true", help="write the data file and end, without a page"
     )
-    parser.add_argument(
-        "--output",
-        "-o",
-        metavar="FOLDER",
-        help="folder of the pipelines (default: the configuration's)",
-    )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
@@ -51,7 +45,11 @@ def run_command(arguments: argparse.Namespace) -> int:
     from tasks.config import load_settings
 
     settings = load_settings(
-        arguments.config, arguments.set, import_code=False, check_servers=False, warn=print_warning
+        arguments.config,
+        list_overrides(arguments),
+        import_code=False,
+        check_servers=False,
+        warn=print_warning,
     )
     rating = settings.prefer or RatingSettings()
     if arguments.port is not None:
@@ -59,7 +57,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     answers = Path(arguments.answers).expanduser() if arguments.answers else None
     if answers is not None and not answers.is_file():
         raise SettingsError(f"--answers: {answers} is not a file")
-    output = Path(arguments.output or settings.output).resolve()
+    output = Path(settings.output).resolve()
     task = RatingTask(settings, rating, output, answers, arguments.more)
     if arguments.export:
         export_ratings(task)

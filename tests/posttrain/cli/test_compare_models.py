@@ -10,7 +10,7 @@ from helpers.handmade_trajectories import trajectory, zoom
 
 import flows.single_stage as single_stage
 from posttrain.cli import main as cli
-from posttrain.cli.diff import format_diff, resolve_diffed_models
+from posttrain.cli.compare_models import format_diff, resolve_diffed_models
 from posttrain.cli.model_references import resolve_stage_model
 from rl_core.analysis import write_trajectories
 from rl_core.analysis.comparison import diff_models

@@ -1,4 +1,4 @@
-"""`posttrain why`: why a stage ran or was cached, and what has changed since."""
+"""`posttrain run --dry-run`: why a stage ran or was cached, and what has changed since."""
 
 import dataclasses
 import json
@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.stage_doubles import PipelineRun
 
+from posttrain.cli.dry_run import explain_pipeline, explain_stage
 from posttrain.cli.main import main
-from posttrain.cli.why import explain_pipeline, explain_stage
 from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.checkpoint import CheckpointStore
 from tasks.config import build_settings
@@ -118,13 +118,13 @@ def test_without_a_stage_the_newest_decision_about_each(tmp_path, capsys):
         "    stages.sft.learning_rate: 0.002 -> 0.003",
         "  content of inputs is compared when a stage runs",
     ]
-    assert main(["why", "maze", "--set", f"output={tmp_path}"]) == 0
+    assert main(["run", "maze", "--dry-run", "--set", f"output={tmp_path}"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert (
         printed[0] == f"prepare_data: was never run in {tmp_path / 'maze'}"
         and printed.count("  sft: has no result yet") == 1
     )
-    assert main(["why", "maze", "--set", f"output={tmp_path}", "--json"]) == 0
+    assert main(["run", "maze", "--dry-run", "--set", f"output={tmp_path}", "--json"]) == 0
     assert [stage["stage"] for stage in json.loads(capsys.readouterr().out)][:2] == [
         "prepare_data",
         "sft",
@@ -152,10 +152,8 @@ def test_the_newest_fingerprint_is_that_of_the_last_run(tmp_path, monkeypatch, c
 
 def test_a_stage_without_its_configuration_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["why", "policy"]) == 2
-    assert (
-        "name the configuration, too, as in `posttrain why policy demo`" in capsys.readouterr().err
-    )
+    assert main(["run", "policy", "--dry-run"]) == 2
+    assert "policy is a stage; name the configuration, too" in capsys.readouterr().err
 
 
 def test_a_mistyped_stage_is_answered_with_the_nearest(tmp_path):

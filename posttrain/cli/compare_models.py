@@ -1,19 +1,12 @@
-"""Command `posttrain diff`: two models on the same held-out episodes: differences, regressions, divergence."""
+"""Comparison of two models on the same held-out episodes: differences, regressions, where they diverge."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import (
-    add_config_and_output_options,
-    add_json_format_option,
-    add_quiet_option,
-    parse_positive_integer,
-)
 from rl_core.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -23,50 +16,28 @@ if TYPE_CHECKING:
 
 _MAX_TEXT_CHARACTERS = 160  # of an action or a prompt
 
-EXAMPLES = (
-    "diff sft policy --config demo",
-    "diff models:/demo@champion path/to/model --config demo --set stages.evaluate.episodes=1000",
-    "diff sft/epochs/1 sft/epochs/3 -c demo --format json",
-)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    references = (
-        "model folder, hub name, models:/NAME@ALIAS, or a stage: STAGE, STAGE/KEY, .../epochs/N"
-    )
-    parser.add_argument("first", metavar="MODEL", help=references)
-    parser.add_argument("second", metavar="MODEL", help="model that is compared with the first")
-    add_config_and_output_options(parser)
-    parser.add_argument(
-        "--episodes",
-        type=parse_positive_integer,
-        default=5,
-        metavar="N",
-        help="lost and won episodes to show, each (default: 5)",
-    )
-    parser.add_argument(
-        "--format", choices=("table", "json"), default="table", help="default: table"
-    )
-    add_json_format_option(parser)
-    add_quiet_option(parser)
-
-
-def run_command(arguments: argparse.Namespace) -> int:
-    """Compare two models on the same held-out episodes."""
-    settings = run_setup.load_optional_settings(arguments, import_code=True)
+def compare_models(arguments: argparse.Namespace) -> int:
+    """Compare the models of `posttrain compare --models`; print the difference. Raises: SettingsError, DataError."""
+    target = run_setup.resolve_target(arguments, import_code=True)
+    settings = target.settings
     if settings is None:
-        from posttrain.cli.recorded_settings import load_newest_run_settings
+        from posttrain.cli.recorded_settings import load_newest_run_settings, load_recorded_settings
 
-        settings = load_newest_run_settings(Path(arguments.output))
-    models = resolve_diffed_models(settings, (arguments.first, arguments.second))
+        settings = (
+            load_newest_run_settings(target.output)
+            if target.record is None
+            else load_recorded_settings(target.record, target.output, is_resumed=False)
+        )
+    models = resolve_diffed_models(settings, tuple(arguments.models))
     run_setup.refuse_unknown_models(settings, *models.values())
     run_setup.configure_prefect(settings)
-    quiet = arguments.quiet or arguments.format == "json"
+    quiet = arguments.quiet or arguments.json
     with run_setup.print_banner_and_start_prefect(
         settings, quiet=quiet, fresh=True, stages=["evaluate"]
     ):
         from flows.single_stage import evaluate_models
+        from posttrain.cli.tables import print_data
         from rl_core.analysis.comparison import diff_models
         from tasks.stages.evaluate import resolve_trajectories_path
 
@@ -79,9 +50,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     )
     diff = diff_models(paths, (first, second), examples=arguments.episodes, seed=settings.seed)
     knows_success = all(row["knows_success"] for row in result.summary["models"].values())
-    if arguments.format == "json":
-        print(json.dumps({**diff.to_json(), "knows_success": knows_success}, indent=1))
-    else:
+    if not print_data(arguments, {**diff.to_json(), "knows_success": knows_success}):
         run_setup.print_wrapped(format_diff(diff, knows_success=knows_success))
     return 0
 

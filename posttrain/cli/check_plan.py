@@ -1,10 +1,9 @@
-"""Command `posttrain plan`: resources of each stage before it runs; simulation of the policy stage."""
+"""Command `posttrain check plan`: resources of each stage before it runs; simulation of the policy stage."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from flows.runtime.terminal import StatusLine, escape_control_characters
 from posttrain.cli import run_setup
-from posttrain.cli.arguments import add_config_argument, add_json_option, parse_positive_integer
+from posttrain.cli.arguments import add_config_argument, add_data_options, parse_positive_integer
+from posttrain.cli.tables import print_data
 from rl_core.errors import CorruptError, DataError, SettingsError
 from rl_core.storage.manifest import read_manifest
 
@@ -28,12 +28,12 @@ _MAX_SIMULATED_GPUS = 10_000  # even an idle GPU costs simulated events
 _MIN_COUNTED_ITERATIONS = 10  # after the warm-up
 
 EXAMPLES = (
-    "plan demo --machine machine.yaml",
-    "plan grpo.yaml --gpus 8xH200 --row-tokens 600 --completion-tokens 900",
-    "plan grpo.yaml --gpus H100 --format json",
-    "plan demo --simulate",
-    "plan demo --simulate --workers 1,2,4 --staleness 0,1,4",
-    "plan grpo.yaml --simulate --gpus 64 --rates rates.yaml",
+    "check plan demo --machine machine.yaml",
+    "check plan grpo.yaml --gpus 8xH200 --row-tokens 600 --completion-tokens 900",
+    "check plan grpo.yaml --gpus H100 --json",
+    "check plan demo --simulate",
+    "check plan demo --simulate --workers 1,2,4 --staleness 0,1,4",
+    "check plan grpo.yaml --simulate --gpus 64 --rates rates.yaml",
 )
 
 
@@ -50,9 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hardware.add_argument(
         "--machine",
         metavar="FILE",
-        help="speeds that `posttrain doctor --calibrate` measured (default: this machine's memory, no times)",
+        help="speeds that `posttrain check machine --calibrate` measured (default: this machine's memory, no times)",
     )
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
     _add_length_options(parser)
     parser.add_argument(
         "--simulate",
@@ -89,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="with --simulate: iterations to simulate (default: 12, more for a larger --staleness)",
     )
-    add_json_option(parser, "as --format json")
+    add_data_options(parser)
 
 
 def _add_length_options(parser: argparse.ArgumentParser) -> None:
@@ -196,9 +195,8 @@ def _print_resource_plan(arguments: argparse.Namespace) -> int:
         for stage in plan.stages
         if not fits_target(stage, target)
     }
-    if arguments.json or arguments.format == "json":
-        print(json.dumps(build_plan_record(plan, target, changes), indent=2))
-    else:
+    record = build_plan_record(plan, target, changes)
+    if not print_data(arguments, record, record["stages"]):
         print(wrap_to_terminal(escape_control_characters(format_plan(plan, target, changes))))
     return 0
 
@@ -268,8 +266,8 @@ def _print_simulation(arguments: argparse.Namespace) -> int:
         if len(workers) == 1:
             subject = format_count(workers[0], "worker")
     progress.clear_line()
-    if arguments.json or arguments.format == "json":
-        print(json.dumps({"rates": source, "layouts": build_layout_rows(layouts)}, indent=2))
+    rows = build_layout_rows(layouts)
+    if print_data(arguments, {"rates": source, "layouts": rows}, rows):
         return 0
     title = (
         f"{settings.name}: {subject}, {layout.prompts} x {layout.group_size} rollouts an iteration"

@@ -1,11 +1,11 @@
-"""`posttrain profile`: time split checked by hand, shortened settings, and the record."""
+"""`posttrain check profile`: time split checked by hand, shortened settings, and the record."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
 
-from posttrain.cli.profile import (
+from posttrain.cli.check_profile import (
     _resolve_profiled_stage,
     build_profile_record,
     compute_phase_times,

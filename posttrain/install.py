@@ -1,0 +1,167 @@
+"""Installation of posttrain's packages in the tested versions, into the environment of this Python.
+
+From a wheel, which holds the tested versions:
+
+    pip install --no-deps posttrain-0.1.0-py3-none-any.whl
+    python -m posttrain.install [--extras monitor,postgres] [--torch cpu]
+
+In a checkout `python deployments/install.py` (or `make setup`) also installs the checkout itself.
+
+uv resolves and installs; where it cannot be had or fails, pip does the same work more slowly. uv reads no settings of
+pip, so those that name where packages come from (index, extra wheels, certificates) are handed over. torch comes in the
+build that the machine needs: without an NVIDIA driver the CPU build, if its index answers. Only the standard library is
+imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+PROJECT_ROOT = Path(__file__).resolve().parents[1]
+IS_CHECKOUT = (PROJECT_ROOT / "pyproject.toml").is_file()
+CONSTRAINTS = (
+    PROJECT_ROOT if IS_CHECKOUT else PROJECT_ROOT / "tasks" / "shipped"
+) / "constraints.txt"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# pip's setting -> the variable that tells uv the same
+UV_VARIABLES = {
+    "find-links": "UV_FIND_LINKS",
+    "index-url": "UV_DEFAULT_INDEX",
+    "cert": "SSL_CERT_FILE",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Install; return the exit code of the tool that failed, 130 after Ctrl-C, or 0."""
+    parser = argparse.ArgumentParser(
+        prog="posttrain.install", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "--extras", default="", help="extras of pyproject.toml, separated by commas"
+    )
+    parser.add_argument(
+        "--torch",
+        choices=("auto", "cpu", "default"),
+        default="auto",
+        help="torch's build: cpu, or that of the usual index; auto: cpu without an NVIDIA driver",
+    )
+    arguments = parser.parse_args(argv)
+    project = format_project(arguments.extras)
+    started = time.monotonic()
+    print(f"installing the pinned packages into {sys.prefix} (2.3 GB)", flush=True)
+    try:
+        problem = install_with_uv(project, arguments.torch)
+        if problem:
+            print(f"{problem}; pip installs them, which takes some minutes", flush=True)
+            code = install_with_pip(project, arguments.torch)
+            if code:
+                return code
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C; the same command continues", file=sys.stderr)
+        return 130
+    print(f"installed in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def format_project(extras: str) -> list[str]:
+    """Return the arguments of pip and uv that name this project with its extras."""
+    suffix = f"[{extras}]" if extras else ""
+    if IS_CHECKOUT:
+        return ["--editable", f"{PROJECT_ROOT}{suffix}"]
+    return [f"posttrain{suffix}=={version('posttrain')}"]
+
+
+def install_with_uv(project: Sequence[str], torch: str = "auto") -> str | None:
+    """Install by uv. Return the reason if that was not possible; None = it was."""
+    program = shutil.which("uv")
+    if program is None and run_pip("uv"):
+        return "uv cannot be installed"
+    uv = [program] if program else [sys.executable, "-m", "uv"]
+    environment = {**os.environ, **convert_to_uv_variables(read_pip_settings())}
+    command = [
+        *uv,
+        "pip",
+        "install",
+        "--python",
+        sys.executable,
+        "--quiet",
+        "--constraints",
+        str(CONSTRAINTS),
+        *project,
+    ]
+    if torch == "cpu" or (torch == "auto" and needs_cpu_build(environment)):
+        reason = "--torch cpu" if torch == "cpu" else "no NVIDIA driver here"
+        print(f"{reason}: torch's CPU build", flush=True)
+        impatient = {**environment, "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "30"}
+        if (
+            subprocess.run(
+                [*command, "--torch-backend", "cpu"], env=impatient, stderr=subprocess.DEVNULL
+            ).returncode
+            == 0
+        ):
+            return None
+        print(
+            "the index of torch's CPU builds does not answer: the build of the usual index",
+            flush=True,
+        )
+    code = subprocess.run(command, env=environment).returncode
+    return f"uv failed (exit code {code})" if code else None
+
+
+def read_pip_settings() -> dict[str, str]:
+    """Read pip's settings by name, environment variables before files."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
+    ).stdout
+    settings: dict[str, str] = {}
+    for line in sorted(listed.splitlines(), key=lambda line: line.startswith(":env:")):
+        key, _, value = line.partition("=")
+        settings[key.rpartition(".")[2]] = value.strip("'\"")
+    return settings
+
+
+def convert_to_uv_variables(settings: dict[str, str]) -> dict[str, str]:
+    """Convert pip's settings to environment variables of uv; those that are set already win."""
+    return {
+        variable: settings[name]
+        for name, variable in UV_VARIABLES.items()
+        if settings.get(name) and variable not in os.environ
+    }
+
+
+def needs_cpu_build(environment: dict[str, str]) -> bool:
+    """Return whether torch comes from the index of CPU builds: Linux, no driver, no local build."""
+    links = (
+        Path(folder) for folder in environment.get("UV_FIND_LINKS", "").replace(",", " ").split()
+    )
+    has_local_build = any(folder.is_dir() and any(folder.glob("torch-*.whl")) for folder in links)
+    has_driver = (
+        shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists()
+    )
+    return sys.platform == "linux" and not has_local_build and not has_driver
+
+
+def install_with_pip(project: Sequence[str], torch: str = "auto") -> int:
+    """Install by pip, torch first, so that nothing else decides on its build. Return the exit code."""
+    index = ["--extra-index-url", CPU_INDEX] if torch == "cpu" else []
+    return run_pip(*index, "torch") or run_pip(*project)
+
+
+def run_pip(*arguments: str) -> int:
+    """Run `pip install` under the constraints; it prints errors alone. Return its exit code."""
+    quiet = ("-qq", "--disable-pip-version-check")
+    return subprocess.run(
+        [sys.executable, "-m", "pip", "install", *quiet, "-c", str(CONSTRAINTS), *arguments]
+    ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
