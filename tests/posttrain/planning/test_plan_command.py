@@ -307,6 +307,7 @@ def test_progress_is_printed_apart_from_the_json(folder, capsys, monkeypatch, op
     assert (
         main(
             [
+                "check",
                 "plan",
                 "mine.yaml",
                 "--simulate",

@@ -15,6 +15,7 @@ from rl_core.errors import DataError, FolderBusy, SettingsError
 from tasks.lifecycle.crashed_runs import close_crashed_runs, find_crashed_runs, list_recorded_runs
 from tasks.tracking import Tracking
 from tasks.tracking.journal import LineLog, build_events_path
+from tasks.tracking.run_ids import shorten_run_name
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -249,6 +250,8 @@ def test_repair_reports_its_changes_and_how_to_resume(tmp_path, monkeypatch, cap
         "run 'demo · 2026-01-01 10:00:00' crashed: process 1 no longer exists; marked as killed"
         in out
     )
-    assert f"posttrain resume 'demo · 2026-01-01 10:00:00' --output {tmp_path}" in out
+    short_id = shorten_run_name(tmp_path, "demo · 2026-01-01 10:00:00")
+    assert short_id.startswith("demo-")
+    assert f"posttrain resume {short_id} --output {tmp_path}" in out
     assert cli.main(["check", "machine", "--repair", "--output", str(tmp_path)]) == 0
     assert "nothing to repair: every run has ended or is alive" in capsys.readouterr().out
