@@ -157,7 +157,7 @@ def test_what_is_typed_while_a_save_is_in_flight_stays(url):
             f"(e => {{ const save = e.querySelector('button'); e.tags.value = 'base'; e.tags.oninput(); save.click(); "
             f"e.tags.value = 'base, late'; e.tags.oninput(); save.click(); }})({notes})"
         )
-        page.wait(f"{SAY} != 'saving'")
+        page.wait(f"!{notes}.querySelector('button').disabled")
         assert page.run(SAY) == "not saved"
         assert page.run(f"[{notes}.tags.value, {notes}.querySelector('pre').hidden]") == [
             "base, late",
