@@ -1,8 +1,9 @@
-"""Model and data of the recipes: a small chat model that answers sums, right in about six of ten cases.
+"""Model and data of the recipes: a small chat model that answers sums, right in about half of its samples.
 
     python examples/recipes/sums.py        # makes outputs/recipes/base
 
-The recipes call `make_base_model`, which trains it once (no download): full SFT on answers of a teacher that errs.
+All recipes but `tools.py` call `make_base_model`, which trains it once (no download): full SFT on answers of a
+teacher that errs in four of ten cases.
 """
 
 import json

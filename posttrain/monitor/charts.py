@@ -408,7 +408,7 @@ def _build_seeds_line(
 def shorten_run_name(run: RunView, selected_run: RunView) -> str:
     """Shorten the name of a compared run to a one-line legend: day and time, and another pipeline's name."""
     day = run.started_text[5:16]
-    return day if run.pipeline == selected_run.pipeline else f"{run.pipeline} {day}"
+    return day if run.group == selected_run.group else f"{run.group} {day}"
 
 
 def build_charts_by_scale(

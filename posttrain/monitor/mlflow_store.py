@@ -81,7 +81,8 @@ class MlflowStore:
 def _query_runs(connection: sqlite3.Connection) -> list[MlflowRunRow]:
     rows = connection.execute(
         "SELECT r.run_uuid, r.name, r.status, r.start_time, r.end_time, e.name FROM runs r "
-        "JOIN experiments e ON e.experiment_id = r.experiment_id WHERE r.lifecycle_stage = 'active' "
+        "JOIN experiments e ON e.experiment_id = r.experiment_id "
+        "WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active' "
         "ORDER BY r.start_time DESC LIMIT ?",
         (20 * MAX_STORE_RUNS,),
     ).fetchall()

@@ -315,7 +315,7 @@ def build_settings_diff_table(runs: ComparedStages) -> dict[str, Any] | None:
     rows = [
         [key, *(values.get(key, "-") for values in settings)] for key in differing[:_MAX_SETTINGS]
     ]
-    heads = ["setting", *(f"{run.pipeline} {run.started_text}" for run, _ in runs)]
+    heads = ["setting", *(f"{run.group} {run.started_text}" for run, _ in runs)]
     note = ""
     if len(differing) > _MAX_SETTINGS:
         note = f"The first {_MAX_SETTINGS} of {len(differing)}."

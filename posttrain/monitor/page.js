@@ -188,10 +188,11 @@ const cell = value => {
   return td;
 };
 // Notes of a run. What is being written stays: newer notes of another tab are shown below it, and saving again replaces them.
+let token = '';  // of this start of the server; saving needs it
 const drafts = {};  // run -> what is written and not saved
 const makeNotes = () => {
   const e = html('details', 'pt-notes'), form = html('form'), foot = html('div', 'pt-foot'), save = html('button', '', 'Save');
-  e.revision = -1;
+  e.revision = -1; e.save = save;
   e.head = html('summary'); e.tags = html('input'); e.text = html('textarea'); e.say = html('span', 'pt-faint'); e.theirs = html('pre');
   e.say.setAttribute('role', 'status'); e.theirs.hidden = true;
   e.tags.setAttribute('aria-label', 'Tags'); e.tags.placeholder = 'tags, separated by commas';
@@ -214,16 +215,18 @@ const conflict = (e, notes) => {
   set(e.say, 'Another tab has saved the text above. Save again to replace it with yours.');
 };
 const saveNotes = async e => {
-  const run = e.run, tags = e.tags.value.split(',').map(tag => tag.trim()).filter(Boolean), note = e.text.value;
+  const run = e.run, typed = e.tags.value, tags = typed.split(',').map(tag => tag.trim()).filter(Boolean), note = e.text.value;
+  e.save.disabled = true;  // a second request would have the old revision
   set(e.say, 'saving');
   try {
-    const answer = await fetch('notes?' + new URLSearchParams({run}), {method: 'POST', headers: {'Content-Type': 'application/json'}, body: JSON.stringify({note, tags, revision: Math.max(0, e.revision)})});
+    const answer = await fetch('notes?' + new URLSearchParams({run}), {method: 'POST', headers: {'Content-Type': 'application/json', Authorization: 'Bearer ' + token}, body: JSON.stringify({note, tags, revision: Math.max(0, e.revision)})});
     const values = await answer.json();
     if (answer.status === 409) conflict(e, values);
-    else if (!answer.ok) set(e.say, values.error);
-    else if (e.text.value === note) fillNotes(e, values);
+    else if (!answer.ok) { set(e.say, values.error); if (answer.status === 403) ask(); }  // with the next view comes the new token
+    else if (e.text.value === note && e.tags.value === typed) fillNotes(e, values);
     else { e.revision = values.revision; editNotes(e); }  // written on meanwhile
   } catch (error) { set(e.say, 'not saved: the server of this page does not answer'); }
+  finally { e.save.disabled = false; }
 };
 const heading = (e, block) => { set(e.querySelector('.pt-h'), block.title || ''); set(e.querySelector('.pt-note'), block.note || ''); };
 const kinds = {
@@ -258,7 +261,7 @@ const kinds = {
   note: {make: () => html('div', 'pt-message'), update: (e, block) => { e.className = 'pt-block pt-message ' + (block.tone || ''); const text = JSON.stringify(block.lines); if (e.shows === text) return; e.shows = text;
     e.replaceChildren(...block.lines.map((l, i) => html(l.startsWith('$ ') ? 'pre' : i ? 'p' : 'h3', '', l.replace(/^\$ /, '')))); }},
   notes: {make: makeNotes, update: (e, block) => {
-    if (block.revision <= e.revision) return;
+    if (block.revision <= e.revision || e.save.disabled) return;  // the answer to a save says what is stored
     if (e.run === undefined) {
       e.run = block.run;
       const draft = drafts[e.run];
@@ -339,7 +342,7 @@ const mark = () => {
   panels.forEach(p => { p.hidden = p.dataset.tab !== tab; });
 };
 const show = next => {
-  next.head.received = Date.now();
+  next.head.received = Date.now(); token = next.token;
   header(document.querySelector('.pt-header'), next.head);
   history.replaceState(null, '', '?' + new URLSearchParams({...next.address, ...(named.__theme ? {__theme: named.__theme} : {}), tab: next.tab}));
   const panel = panels.find(p => p.dataset.tab === next.tab);

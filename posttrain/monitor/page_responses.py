@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -152,11 +153,12 @@ class PageResponses:
     def __init__(self, reader: RunReader, run: str = "") -> None:
         """Prepare responses. `run`: id of the run to show if none is named; "" = the newest."""
         self._reader, self._run = reader, run
+        self.token = secrets.token_urlsafe(16)  # what a page sends when it saves a note
         self._sent_digests: OrderedDict[str, dict[str, bytes]] = OrderedDict()
         self._lock = threading.Lock()
 
     def build_response(self, query: Mapping[str, str]) -> bytes:
-        """Build the JSON of `views.build_view` with the page's address and the fingerprint of its lists.
+        """Build the JSON of `views.build_view` with the page's address, its token and the fingerprint of its lists.
 
         Args:
             query: the selection (see `parse_selection`), `tab`, and `seen`: the version that the page has drawn. Blocks
@@ -168,7 +170,11 @@ class PageResponses:
             choice = parse_selection(self._reader, query, self._run)
             view = build_view(self._reader, choice, tab)
             entries = collect_list_entries(self._reader, choice)
-        view |= {"address": build_address(choice), "offers": entries.fingerprint}
+        view |= {
+            "address": build_address(choice),
+            "offers": entries.fingerprint,
+            "token": self.token,
+        }
         seen = query.get("seen", "")
         if seen == view["version"]:
             del view["blocks"]

@@ -28,8 +28,9 @@ from posttrain.monitor.runs import (
     determine_run_status,
     estimate_seconds_left,
     insert_approval_answer,
-    read_run_key,
+    read_run_path,
 )
+from posttrain.monitor.seed_groups import MAX_SEEDS
 from posttrain.monitor.series import MetricSeriesTable
 from posttrain.monitor.tail import read_json_object
 from rl_core.errors import SettingsError, suggest_name
@@ -39,7 +40,8 @@ from tasks.tracking.run_ids import list_named_runs
 MIN_CACHED_AGE_NS = 2_000_000_000  # a listing is cached if the folder has not changed for this long
 PROMOTE_STAGE = "promote"
 MIN_REFRESH_SECONDS = 1.0  # minimum interval between file checks, over all pages
-MAX_LOADED_RUNS = 8  # runs with metrics in memory, least recently viewed evicted first
+# Runs with metrics in memory, least recently viewed evicted first: more than one chart compares.
+MAX_LOADED_RUNS = MAX_SEEDS + 8
 LISTING_SECONDS = 2.0  # interval between folder listings
 
 
@@ -97,7 +99,7 @@ class RunReader:
         self._views: dict[str, tuple[float, RunView]] = {}
         self._listing_time = 0.0
         self._run_list: list[RunView] = []
-        # (pipeline folder, key of the run) -> stages.
+        # (pipeline folder, path of the run in it) -> stages.
         self._stages_by_run: dict[tuple[Path, tuple[str, ...]], list[RunJournal]] = {}
         self._folders = FolderListingCache()
         self._short_ids: dict[Path, str] = {}  # by folder of the run
@@ -190,8 +192,8 @@ class RunReader:
         answer = read_json_object(journal.folder / "run.json").get("answer")
         answer = answer if isinstance(answer, dict) else {}
         return RunView(
-            id="/".join((pipeline_folder.name, *read_run_key(journal.folder))),
-            pipeline=" · ".join((pipeline_folder.name, *read_run_key(journal.folder)[:-1])),
+            id="/".join((pipeline_folder.name, *read_run_path(journal.folder))),
+            group=" · ".join((pipeline_folder.name, *read_run_path(journal.folder)[:-1])),
             started_text=started_text,
             status=status,
             status_reason=reason,
@@ -225,12 +227,12 @@ class RunReader:
             del self._stages_by_run[key]
         for path in stage_folders:
             journal = self._stages[path]
-            key = (pipeline_folder, read_run_key(Path(journal.events.parent)))
+            key = (pipeline_folder, read_run_path(Path(journal.events.parent)))
             self._stages_by_run.setdefault(key, []).append(journal)
 
     def _list_stage_journals(self, parent: RunJournal) -> list[RunJournal]:
         """List the journals of the stages that began in a run, by name, as the output folder may have been moved."""
-        key = read_run_key(parent.folder)
+        key = read_run_path(parent.folder)
         pipeline_folder = parent.folder.parents[1 if len(key) == 1 else 5]
         return self._stages_by_run.get((pipeline_folder, key), [])
 
@@ -243,12 +245,12 @@ class RunReader:
         matches = [
             run.id
             for run in runs
-            if name in (run.short_id, run.id, run.pipeline, run.started_text, run.run_id)
+            if name in (run.short_id, run.id, run.group, run.started_text, run.run_id)
         ]
         matches = matches or [run.id for run in runs if run.id.startswith(name)]
         if matches:
             return matches[0]
-        names = [run.id for run in runs] + [run.pipeline for run in runs]
+        names = [run.id for run in runs] + [run.group for run in runs]
         raise SettingsError(f"--run: no run '{name}' in {self.output}: {suggest_name(name, names)}")
 
     def load_run(self, identity: str) -> RunView | None:
@@ -443,7 +445,7 @@ def _determine_stored_status(run: MlflowRunRow) -> str:
 def _build_stored_run_summary(run: MlflowRunRow, output: Path) -> RunView:
     return RunView(
         id=f"mlflow:{run.run_id}",
-        pipeline=run.tags.get("pipeline") or run.experiment,
+        group=run.tags.get("pipeline") or run.experiment,
         started_text=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started)),
         status=_determine_stored_status(run),
         status_reason="its files no longer exist; this is what MLflow's store has of it",

@@ -164,7 +164,7 @@ class RunView:
     """One run of a pipeline, as of the last refresh."""
 
     id: str
-    pipeline: str
+    group: str  # its pipeline; of a trial also its sweep and its trial: demo · 7a75cdb394 · 0000-s1
     started_text: str
     status: str  # running, silent, waiting, postponed, finished, failed, stopped, killed
     status_reason: str = ""  # explanation of the status, if needed
@@ -191,7 +191,7 @@ class RunView:
     def title(self) -> str:
         """Title in lists."""
         tags = "".join(f" #{tag}" for tag in self.notes.tags)
-        return f"{self.short_id or self.pipeline} · {self.started_text} · {self.status}{tags}"
+        return f"{self.short_id or self.group} · {self.started_text} · {self.status}{tags}"
 
     @property
     def is_over(self) -> bool:
@@ -221,8 +221,8 @@ def _list_training_series(table: MetricSeriesTable) -> list[MetricSeries]:
     return [series for name, series in table.series.items() if name.startswith(prefixes)]
 
 
-def read_run_key(run_folder: Path) -> tuple[str, ...]:
-    """Return what names a run within its pipeline: (started,), or (sweep, trial, started) of a sweep's trial."""
+def read_run_path(run_folder: Path) -> tuple[str, ...]:
+    """Return the path of a run in its pipeline: (started,), or (sweep, trial, started) of a sweep's trial."""
     parts = run_folder.parts
     if len(parts) > 6 and parts[-6] == "sweeps" and parts[-4] == "trials":
         return parts[-5], parts[-3], parts[-1]
@@ -230,7 +230,7 @@ def read_run_key(run_folder: Path) -> tuple[str, ...]:
 
 
 def build_run_folder(output: Path, identity: str) -> Path:
-    """Return the folder of the run with this id: the inverse of `read_run_key`."""
+    """Return the folder of the run with this id: the inverse of `read_run_path`."""
     pipeline, *home, started = identity.split("/") if "/" in identity else (identity, "")
     if len(home) == 2:
         return output / pipeline / "sweeps" / home[0] / "trials" / home[1] / "runs" / started

@@ -18,6 +18,7 @@ from posttrain.monitor.series import MAX_CHART_POINTS, compute_moving_average
 
 # Settings that may differ between seeds: names, places and what is recorded.
 _FREE_KEYS = frozenset({"name", "output", "seed", "seeds", "tracking", "run"})
+MAX_SEEDS = 32  # other seeds in one chart
 SEEDS = "seeds"  # of the list of compared runs: all other seeds of the selected run
 
 RunStage = tuple[RunView, StageView]

@@ -28,6 +28,7 @@ from posttrain.monitor.reader import RunReader
 from posttrain.monitor.run_notes import MAX_BODY_BYTES, handle_notes_request
 from posttrain.operations.services import ROOT, ServiceSpec, build_base_environment
 from posttrain.web.server_setup import LOOPBACK_HOST, find_free_port, run_server
+from posttrain.web.tokens import has_bearer_token
 from rl_core.errors import DataError, PosttrainError, SettingsError
 from rl_core.json_client import RequestError, fetch_json
 from tasks.mlflow_environment import record_served_page
@@ -196,6 +197,9 @@ def _add_view_routes(app: Any, responses: PageResponses, reader: RunReader) -> N
         return Response(data, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     async def respond_to_notes(request: Any) -> Response:
+        if not has_bearer_token(request, responses.token):
+            message = "the server of this page was restarted; save again in a few seconds"
+            return JSONResponse({"error": message}, 403)
         body = b""
         async for part in request.stream():
             body += part

@@ -45,7 +45,7 @@ from posttrain.monitor.overview_views import (
 )
 from posttrain.monitor.reader import RunReader
 from posttrain.monitor.runs import RunView, StageView
-from posttrain.monitor.seed_groups import SEEDS, list_other_seeds
+from posttrain.monitor.seed_groups import MAX_SEEDS, SEEDS, list_other_seeds
 from posttrain.monitor.series import MetricSeries
 from posttrain.monitor.service_views import build_online_tab, build_service_tab
 from rl_core.analysis.metric_reference import sort_by_importance
@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 
 MAX_CHARTS = 24  # on one tab
 RELATIVE_ROUNDING = 1e-9  # smaller relative differences are rounding errors
-MAX_SEEDS = 32  # other seeds in one chart
 _MAX_HEADLINE_CHARTS = 6
 _GROUP_TITLES = dict(  # of metrics' prefixes
     [
@@ -175,7 +174,7 @@ def _build_header(run: RunView) -> dict[str, Any]:
     return {
         "status": run.status,
         "tone": _STATUS_TONES.get(run.status, ""),
-        "name": f"{run.pipeline} · {run.started_text}",
+        "name": f"{run.group} · {run.started_text}",
         "now": activity if is_live else "",
         "why": reason,
         "fraction": fraction,
@@ -389,7 +388,7 @@ def build_curves_tab(
             [build_metric_cell(name), *(_format_last_value(stage, name) for _, stage in pairs)]
             for name in constants
         ]
-        heads = ["metric", *(f"#{other.pipeline} {other.started_text}" for other, _ in pairs)]
+        heads = ["metric", *(f"#{other.group} {other.started_text}" for other, _ in pairs)]
         blocks.append(build_table("single", "Measured once, or always the same", heads, rows))
     if stage.table.series:
         blocks.append(build_metric_table(stage, choice))

@@ -251,7 +251,8 @@ def _resolve_names(names: Sequence[str], logged: Sequence[str]) -> list[str]:
     """Return the logged metrics that the names and patterns select. Raises: DataError for one that selects none."""
     resolved: dict[str, None] = {}
     for name in names:
-        matches = [each for each in sort_by_importance(logged) if fnmatchcase(each, name)]
+        pattern = name.replace("[", "[[]")  # a bracket stands for itself
+        matches = [each for each in sort_by_importance(logged) if fnmatchcase(each, pattern)]
         if not matches:
             close = difflib.get_close_matches(name, logged, n=1, cutoff=0.6)
             hint = f"did you mean '{close[0]}'?" if close else "metrics() lists the names"
@@ -308,9 +309,9 @@ def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def format_value(value: float, is_share: bool = False) -> str:
-    """Return a number in at most four significant digits; a share as a percentage."""
+    """Return a number in at most four significant digits; a share as a percentage with one decimal."""
     if is_share:
-        return f"{value:.0%}"
+        return f"{round(100 * value, 1):g}%"
     if value and (abs(value) >= 1e5 or abs(value) < 1e-4):
         return f"{value:.2g}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"

@@ -63,16 +63,25 @@ class MetricsFrame(pd.DataFrame):
     def __getitem__(self, key: Any) -> Any:
         """Return columns as a DataFrame does, constant metrics included."""
         names = [key] if isinstance(key, str) else key if isinstance(key, list) else []
-        if any(isinstance(name, str) and name in self.constants for name in names):
-            return self._complete[key]
-        return super().__getitem__(key)
+        missing = [
+            name
+            for name in names
+            if isinstance(name, str) and name in self.constants and name not in self.columns
+        ]
+        if not missing:
+            return super().__getitem__(key)
+        return pd.DataFrame(self).join(self._complete[missing])[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the frame with its constant metrics."""
+        return _restore_metrics_frame, (pd.DataFrame(self), self.constants, self._complete)
 
     @property
     def note(self) -> str:
         """What the table leaves out."""
-        if not self.constants:
+        names = sort_by_importance(name for name in self.constants if name not in self.columns)
+        if not names:
             return ""
-        names = sort_by_importance(self.constants)
         shown = ", ".join(f"{name} = {self.constants[name]:.4g}" for name in names[:SHOWN_NAMES])
         more = f", and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         return f"Constant, not shown: {shown}{more}. metrics(keep_constant=True) shows all."
@@ -89,6 +98,26 @@ class MetricsFrame(pd.DataFrame):
         return f'{table}<p style="{_STYLE};opacity:.75;max-width:70em">{html.escape(self.note)}</p>'
 
 
+class SamplesColumn(pd.Series):
+    """One column or row of a SamplesFrame."""
+
+    @property
+    def _constructor(self) -> type[SamplesColumn]:
+        """Return the class of values selected from this column."""
+        return SamplesColumn
+
+    @property
+    def _constructor_expanddim(self) -> type[SamplesFrame]:
+        """Return the class of a table of such columns."""
+        return SamplesFrame
+
+    def __repr__(self) -> str:
+        """Show the values as pandas does, without characters that would move the cursor."""
+        column = pd.Series(self).map(_escape_value)
+        column.index = column.index.map(_escape_value)
+        return repr(column)
+
+
 class SamplesFrame(pd.DataFrame):
     """Sampled texts, one per row, with reward and its components. The DataFrame holds the complete texts."""
 
@@ -97,20 +126,18 @@ class SamplesFrame(pd.DataFrame):
         """Return the class of rows and columns selected from this frame."""
         return SamplesFrame
 
+    @property
+    def _constructor_sliced(self) -> type[SamplesColumn]:
+        """Return the class of one row or column of this frame."""
+        return SamplesColumn
+
     def __repr__(self) -> str:
         """Show the table as pandas does, without characters that would move the cursor."""
-        texts = self.select_dtypes(include=["object", "string"])
-        return pd.DataFrame.__repr__(
-            pd.DataFrame(self).assign(
-                **{
-                    str(name): [
-                        show_control_characters(text) if isinstance(text, str) else text
-                        for text in texts[name]
-                    ]
-                    for name in texts
-                }
-            )
+        frame = pd.DataFrame(self).map(_escape_value)
+        frame.index, frame.columns = (
+            labels.map(_escape_value) for labels in (frame.index, frame.columns)
         )
+        return repr(frame)
 
     def _repr_html_(self) -> str:
         """Return a table of wrapped texts, each cut at SHOWN_CHARACTERS and in its direction of writing."""
@@ -131,6 +158,15 @@ class SamplesFrame(pd.DataFrame):
             f'<div style="overflow-x:auto;max-width:100%"><table style="{_STYLE};border-collapse:collapse">'
             f"<thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table></div>{more}"
         )
+
+
+def _restore_metrics_frame(
+    shown: pd.DataFrame, constants: dict[str, float], complete: pd.DataFrame
+) -> MetricsFrame:
+    frame = MetricsFrame.__new__(MetricsFrame)
+    pd.DataFrame.__init__(frame, shown)  # in the order of its columns
+    frame.constants, frame._complete = constants, complete
+    return frame
 
 
 def find_constant_metrics(frame: pd.DataFrame) -> dict[str, float]:
@@ -197,6 +233,13 @@ def replace_surrogates(text: str) -> str:
 def show_control_characters(text: str) -> str:
     """Replace control characters by visible ones."""
     return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else c for c in text)
+
+
+def _escape_value(value: Any) -> Any:
+    """Show the control characters of a text, or of the texts in a label of several levels."""
+    if isinstance(value, tuple):
+        return tuple(_escape_value(part) for part in value)
+    return show_control_characters(value) if isinstance(value, str) else value
 
 
 def _format_cell(value: Any) -> str:

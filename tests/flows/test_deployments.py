@@ -3,6 +3,8 @@
 import importlib
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -167,3 +169,52 @@ def test_the_webhook_gets_json_for_any_message():
         "text": 'retrain / a: Failed: it said "no"\nand more',
         "link": "http://127.0.0.1:4200/runs/1",
     }
+
+
+def fill_in_template(name, folder):
+    """Return a template for an environment and a config whose paths have spaces."""
+    text = (FOLDER / name).read_text()
+    for word, value in (("VENV", folder / "my env"), ("FOLDER", folder), ("CONFIG", "my config")):
+        text = text.replace(word, str(value))
+    return text
+
+
+def write_stand_in(folder, exit_code):
+    """Write a posttrain that prints its arguments, one per line."""
+    program = folder / "my env/bin/posttrain"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\nexit {exit_code}\n')
+    program.chmod(0o755)
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_accepts_the_units_with_spaces_in_paths(tmp_path):
+    write_stand_in(tmp_path, 0)
+    units = ["posttrain-retrain.service", "posttrain-retrain.timer"]
+    for name in units:
+        (tmp_path / name).write_text(fill_in_template(name, tmp_path))
+    result = subprocess.run(
+        ["systemd-analyze", "verify", *(str(tmp_path / name) for name in units)],
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_the_retraining_unit_gives_up_and_is_started_again_the_next_night():
+    text = (FOLDER / "posttrain-retrain.service").read_text()
+    settings = dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    assert (settings["StartLimitBurst"], settings["StartLimitIntervalSec"]) == ("3", "20h")
+    # A user's manager has no such unit.
+    assert "network-online" not in text and "loginctl enable-linger" in text
+
+
+@pytest.mark.parametrize("exit_code", [0, 1, 3])
+def test_cron_mails_after_a_training_or_a_failure_only(tmp_path, exit_code):
+    write_stand_in(tmp_path, exit_code)
+    line = fill_in_template("posttrain.crontab", tmp_path).splitlines()[-1]
+    command = line.split(maxsplit=5)[5]
+    mail = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    printed = ["retrain", "my config", "--quiet", "--set", "run.wait_seconds=14400"]
+    expected = [] if exit_code == 3 else [f"exit code {exit_code}", *printed]
+    assert (mail.stdout.splitlines(), mail.stderr) == (expected, "")

@@ -146,3 +146,24 @@ def test_two_tabs_never_overwrite_each_other_s_note_silently(url):
             first.run("document.querySelectorAll('.pt-notes summary b').length") == 0
         )  # no markup
         assert first.errors == second.errors == []
+
+
+def test_what_is_typed_while_a_save_is_in_flight_stays(url):
+    notes = "document.querySelector('.pt-notes')"
+    with chromium.Chromium(f"{url}?run=s1") as page:
+        page.wait(f"!!{notes}")
+        # Two clicks, with further tags between them, before the server can answer.
+        page.run(
+            f"(e => {{ const save = e.querySelector('button'); e.tags.value = 'base'; e.tags.oninput(); save.click(); "
+            f"e.tags.value = 'base, late'; e.tags.oninput(); save.click(); }})({notes})"
+        )
+        page.wait(f"!{notes}.querySelector('button').disabled")
+        assert page.run(SAY) == "not saved"
+        assert page.run(f"[{notes}.tags.value, {notes}.querySelector('pre').hidden]") == [
+            "base, late",
+            True,
+        ]
+        page.run(f"{notes}.querySelector('button').click()")
+        page.wait(f"{SAY}.startsWith('saved')")
+        assert page.run(f"{notes}.querySelector('summary').textContent") == "Notesbaselate"
+        assert page.errors == []

@@ -318,20 +318,21 @@ def create_store(path: Path) -> None:
     with sqlite3.connect(path) as db:
         db.executescript(
             """
-            CREATE TABLE experiments (experiment_id INTEGER, name TEXT);
+            CREATE TABLE experiments (experiment_id INTEGER, name TEXT, lifecycle_stage TEXT);
             CREATE TABLE runs (run_uuid TEXT, name TEXT, status TEXT, start_time INTEGER, end_time INTEGER,
                                lifecycle_stage TEXT, experiment_id INTEGER);
             CREATE TABLE tags (run_uuid TEXT, key TEXT, value TEXT);
             CREATE TABLE metrics (run_uuid TEXT, key TEXT, value REAL, timestamp INTEGER, step INTEGER, is_nan INTEGER);
-            INSERT INTO experiments VALUES (1, 'demo');
+            INSERT INTO experiments VALUES (1, 'demo', 'active'), (2, 'removed', 'deleted');
             INSERT INTO runs VALUES ('p1', 'demo · x', 'FINISHED', 1700000000000, 1700000100000, 'active', 1),
                                     ('s1', 'reward model', 'FAILED', 1700000010000, 1700000020000, 'active', 1),
-                                    ('d1', 'deleted', 'FINISHED', 1700000000000, NULL, 'deleted', 1);
+                                    ('d1', 'deleted', 'FINISHED', 1700000000000, NULL, 'deleted', 1),
+                                    ('e2', 'of a deleted experiment', 'FINISHED', 1700000000000, NULL, 'active', 2);
             INSERT INTO runs VALUES ('o1', 'online demo', 'RUNNING', 1700000200000, NULL, 'active', 1),
                                     ('t1', 'run 1', 'RUNNING', 1700000300000, NULL, 'active', 1);
             INSERT INTO tags VALUES ('o1', 'online.service', 'out/version-1'), ('t1', 'service.run', 'run-1');
             INSERT INTO tags VALUES ('s1', 'mlflow.parentRunId', 'p1'), ('s1', 'stage', 'reward_model'),
-                                    ('p1', 'pipeline', 'old'), ('p1', 'result', 'fine');
+                                    ('p1', 'pipeline', 'old'), ('e2', 'pipeline', 'old'), ('p1', 'result', 'fine');
             INSERT INTO metrics VALUES ('s1', 'train/loss', 2.0, 1700000011000, 1, 0),
                                        ('s1', 'train/loss', 1.5, 1700000012000, 2, 0),
                                        ('s1', 'train/loss', 0.0, 1700000013000, 3, 1);
@@ -344,7 +345,7 @@ def test_runs_without_files_come_from_mlflow(tmp_path):
     create_store(tmp_path / "mlflow/mlflow.db")
     reader = RunReader(tmp_path)
     run = reader.load_run("mlflow:p1")
-    assert (run.pipeline, run.status, run.result, run.source) == (
+    assert (run.group, run.status, run.result, run.source) == (
         "old",
         "finished",
         "fine",

@@ -5,9 +5,12 @@ import json
 import threading
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from helpers.monitor_runs import make_run
 
 from posttrain.monitor.charts import PageSelection
+from posttrain.monitor.page_responses import PageResponses
 from posttrain.monitor.reader import RunReader
 from posttrain.monitor.run_notes import (
     MAX_BODY_BYTES,
@@ -15,6 +18,7 @@ from posttrain.monitor.run_notes import (
     read_run_notes,
     save_run_notes,
 )
+from posttrain.monitor.server import _add_view_routes
 from posttrain.monitor.views import build_view
 from posttrain.web.errors import HTTPError
 
@@ -99,25 +103,44 @@ def test_lone_surrogates_do_not_break_later_answers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"note": "a"}', '{"note":"a","tags":1,"revision":1,"time":1}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"note": "a"}',
+        '{"note":"a","tags":1,"revision":1,"time":1}',
+        '{"note":"a","tags":[],"revision":1e400,"time":1}',
+        '{"note":"a","tags":[],"revision":Infinity,"time":1}',
+        '{"note":"a","tags":[],"revision":-3,"time":1}',
+        '{"note":"a","tags":[],"revision":1,"time":1e400}',
+    ],
 )
 def test_an_unreadable_file_counts_as_no_note(tmp_path, text):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/notes.json").write_text(text)
     assert read_run_notes(tmp_path).revision == 0
     assert send(tmp_path, "new")[0] == 200
+    assert read_run_notes(tmp_path).note == "new"
+    (damaged,) = (tmp_path / "notes").glob("notes.damaged-*.json")
+    assert damaged.read_text() == text
+
+
+def test_a_removed_run_is_not_created_again(tmp_path):
+    status, answer = send(tmp_path / "removed")
+    assert status == 404 and "were removed" in answer["error"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs posttrain[monitor]")
 def test_the_server_saves_for_its_page_alone(tmp_path):
-    from fastapi.testclient import TestClient
-
     from posttrain.monitor.server import build_app
 
     make_run(tmp_path, status="FINISHED")
     client = TestClient(build_app(RunReader(tmp_path)), base_url="http://127.0.0.1:7860")
     values = {"note": "hello", "tags": [], "revision": 0}
     address = "/notes?run=demo/2027-01-15-08-00-00"
+    client.headers["Authorization"] = f"Bearer {client.get('/view').json()['token']}"
     foreign = client.post(address, json=values, headers={"Origin": "http://evil.example"})
     assert foreign.status_code == 403
     assert client.post("/notes?run=../../etc", json=values).status_code == 404
@@ -125,3 +148,25 @@ def test_the_server_saves_for_its_page_alone(tmp_path):
     answer = client.post(address, json=values, headers={"Origin": "http://127.0.0.1:7860"})
     assert answer.status_code == 200 and answer.json()["revision"] == 1
     assert client.post(address, json=values).status_code == 409
+
+
+def test_a_save_needs_the_token_that_the_page_received(tmp_path):
+    make_run(tmp_path, status="FINISHED")
+    reader = RunReader(tmp_path)
+    app = FastAPI()
+    _add_view_routes(app, PageResponses(reader), reader)
+    client = TestClient(app)
+    values = {"note": "hello", "tags": [], "revision": 0}
+    address = "/notes?run=demo/2027-01-15-08-00-00"
+    old_token = PageResponses(reader).token  # of an earlier start
+    for headers in ({}, {"Authorization": "Bearer "}, {"Authorization": f"Bearer {old_token}"}):
+        answer = client.post(address, json=values, headers=headers)
+        assert answer.status_code == 403 and "was restarted" in answer.json()["error"]
+    run_folder = tmp_path / "demo/runs/2027-01-15-08-00-00"
+    assert not (run_folder / "notes").exists()
+    first = client.get("/view").json()
+    again = client.get("/view", params={"seen": first["version"]}).json()
+    assert again["token"] == first["token"] and "blocks" not in again
+    headers = {"Authorization": f"Bearer {first['token']}"}
+    assert client.post(address, json=values, headers=headers).status_code == 200
+    assert read_run_notes(run_folder).note == "hello"

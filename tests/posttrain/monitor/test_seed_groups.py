@@ -50,7 +50,7 @@ def get_id(name):
 
 def test_other_seeds_have_all_settings_but_the_seed(output):
     reader = RunReader(output)
-    runs = {run.pipeline: run for run in reader.list_runs()}
+    runs = {run.group: run for run in reader.list_runs()}
     others = list_other_seeds(runs["a"], reader.list_runs())
     assert sorted(others) == [get_id("b"), get_id("c")]
     assert list_other_seeds(runs["d"], reader.list_runs()) == []
@@ -103,6 +103,18 @@ def test_the_list_and_the_address_offer_all_other_seeds(output):
     ]
 
 
+def test_more_seeds_than_a_page_has_colours_are_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.monitor.reader.MIN_REFRESH_SECONDS", 0.0)
+    for seed in range(12):
+        make_trial(tmp_path, f"s{seed}", seed, [0.0, 1.0, 2.0], seed=seed)
+    reader = RunReader(tmp_path)
+    journals = []
+    for _ in range(2):
+        build_view(reader, PageSelection(compare=(SEEDS,)), "curves")
+        journals.append([id(j) for j in reader._stages.values() if j.table.series])
+    assert len(journals[0]) == 12 and journals[1] == journals[0]
+
+
 def test_a_band_interpolates_between_steps_and_is_thinned():
     first = (np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 4.0]))
     second = (np.array([1.0, 3.0]), np.array([5.0, 7.0]))
@@ -125,7 +137,7 @@ def test_trials_of_a_sweep_are_runs_with_the_stages_of_their_pipeline(tmp_path):
     ids = [f"demo/rate-4f/0000-s{seed}/2027-01-15-08-00-00" for seed in range(2)]
     assert sorted(run.id for run in reader.list_runs()) == ids
     run = reader.load_run(ids[1])
-    assert run.pipeline == "demo · rate-4f · 0000-s1"
+    assert run.group == "demo · rate-4f · 0000-s1"
     assert run.find_stage("policy").table.series["reward/mean"].last == 6.0
     choice = PageSelection(run=ids[0], compare=(SEEDS,), window=1)
     blocks = {block["id"]: block for block in build_view(reader, choice, "curves")["blocks"]}

@@ -92,6 +92,13 @@ def test_names_and_patterns_select_panels():
         build_curve_figure({"": {f"tool/{n}": REWARD for n in range(30)}}, ["tool/*"])
 
 
+def test_brackets_in_a_name_stand_for_themselves():
+    figure = build_curve_figure({"": {"eval/[hard]": REWARD, "eval/h": REWARD}}, ["eval/[hard]"])
+    assert [panel.title for panel in figure.panels] == ["eval/[hard]"]
+    figure = build_curve_figure({"": {"eval/[hard]": REWARD, "eval/h": REWARD}}, ["*[*"])
+    assert [panel.title for panel in figure.panels] == ["eval/[hard]"]
+
+
 def test_runs_share_panels_and_have_one_colour_each():
     figure = build_curve_figure(
         {"a": {"reward/mean": REWARD}, "b": {"reward/mean": REWARD, "train/loss": REWARD}}
@@ -140,7 +147,9 @@ def test_ticks_are_round(low, high, ticks):
 def test_values_have_four_digits_at_most():
     values = [0.0, 0.62367, 12345.6, 1.2e-9, -2.5e8]
     assert [format_value(v) for v in values] == ["0", "0.6237", "12,346", "1.2e-09", "-2.5e+08"]
-    assert format_value(0.987, is_share=True) == "99%"
+    shares = [0.0, 0.5, 0.9874, 0.996, 1.0]
+    texts = [format_value(v, is_share=True) for v in shares]
+    assert texts == ["0%", "50%", "98.7%", "99.6%", "100%"]
 
 
 def test_metrics_are_ordered_by_importance():

@@ -1,6 +1,7 @@
 """Live display, curves and tables of a training in a notebook, and that a script stays as it was."""
 
 import logging
+import pickle
 import re
 import sys
 import threading
@@ -229,6 +230,28 @@ def test_constant_metrics_are_no_columns_but_can_be_looked_up():
         metrics["no/metric"]
 
 
+def test_a_constant_metric_can_be_replaced():
+    trainer = build_trainer()
+    trainer.run()
+    metrics = trainer.metrics()
+    metrics["tool/calls"] = [9.0, 8.0, 7.0, 6.0]
+    assert metrics["tool/calls"].tolist() == [9.0, 8.0, 7.0, 6.0]
+    other = next(name for name in metrics.constants if name != "tool/calls")
+    both = metrics[[other, "tool/calls"]]
+    assert both.iloc[0].tolist() == [metrics.constants[other], 9.0]
+    assert "tool/calls" not in metrics.note and "Constant, not shown:" in metrics.note
+
+
+def test_metrics_and_samples_survive_pickling():
+    trainer = build_trainer()
+    trainer.run()
+    metrics, samples = trainer.metrics(), trainer.samples()
+    again = pickle.loads(pickle.dumps(metrics))
+    assert repr(again) == repr(metrics) and "Constant, not shown:" in repr(again)
+    assert again["tool/calls"].tolist() == [0.0] * 4 and list(again) == list(metrics)
+    assert repr(pickle.loads(pickle.dumps(samples))) == repr(samples)
+
+
 def test_a_reward_that_never_changes_stays_a_column():
     trainer = rl_core.grpo(
         small_policy(),
@@ -299,6 +322,19 @@ def test_markup_long_and_right_to_left_texts_are_shown_safely():
     assert list(samples) == [
         "iteration", "prompt", "completion", "reward", "reward/format", "tokens", "stop_reason",
     ]  # fmt: skip
+
+
+def test_every_selection_of_samples_is_printed_without_control_characters():
+    samples = build_samples_frame([(1, build_trajectory("a\x1b[2J", "b\x1b[31m", 1.0))], None)
+    by_prompt = samples.set_index(["prompt", "stop_reason"])
+    for table in (
+        samples, samples.T, samples["prompt"], samples.iloc[0], samples.set_index("prompt"), by_prompt,
+        samples.set_index("prompt")["completion"],
+    ):  # fmt: skip
+        assert "\x1b" not in repr(table)
+        assert "\u241b[2J" in repr(table) or table is samples
+    assert len(repr(samples.T).splitlines()[0].split()) == 1  # one column, "0"
+    assert samples["prompt"].tolist() == ["a\x1b[2J"]
 
 
 def test_samples_spread_over_an_iteration_and_start_with_the_newest():
