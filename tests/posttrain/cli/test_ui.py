@@ -109,8 +109,8 @@ def list_members(session_leaders: set[int]) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_both_pages_answer_and_nothing_is_left_behind(tmp_path, number):
     code = (
-        "import sys; from pathlib import Path; from posttrain.cli.ui import serve_tracking_pages\n"
-        "serve_tracking_pages(Path(sys.argv[1]), mlflow_port=15000, prefect_port=14200)"
+        "import sys; from pathlib import Path; from posttrain.cli.ui import serve_web_pages\n"
+        "serve_web_pages(Path(sys.argv[1]), mlflow_port=15000, prefect_port=14200)"
     )
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}
     pages = subprocess.Popen(
