@@ -158,9 +158,10 @@ async def _call_prefect(
             config = schedules.resolve_config_parameter(create.pop("config"))
             return await schedules.create_schedule(client, config=config, **create)
     except (httpx.HTTPError, PrefectException) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        # ObjectNotFound has its reason in `http_exc`.
+        reason = " ".join(str(getattr(error, "http_exc", error)).split())
         raise BackendError(
-            f"Prefect at {os.environ.get('PREFECT_API_URL', '')} refuses or does not answer: {reason}"
+            f"Prefect refuses or does not answer ({type(error).__name__}: {reason}); `posttrain status` shows its state"
         ) from error
 
 
