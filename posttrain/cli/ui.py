@@ -32,7 +32,6 @@ from rl_core.json_client import find_health_problem
 from rl_core.processes.children import kill_group, signal_group, start_child
 from rl_core.storage.atomic_files import make_folder, protect_database
 from tasks.mlflow_environment import build_server_options, record_served_page
-from tasks.tracking.run_ids import list_named_runs, refuse_sweep
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +95,8 @@ def run_command(arguments: argparse.Namespace) -> int:
     """Serve the chosen pages until Ctrl-C, or export a run as files."""
     target = run_setup.resolve_target(arguments)
     if target.run is not None:
+        from tasks.tracking.run_ids import refuse_sweep
+
         refuse_sweep(target.run)
     run = "" if target.run is None else target.run.short_id
     if arguments.export is not None:
@@ -142,6 +143,8 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _find_newest_run(output: Path, pipeline: str) -> str:
     """Return the short id of a pipeline's newest run. Raises: DataError without runs."""
+    from tasks.tracking.run_ids import list_named_runs
+
     runs = list_named_runs(output.resolve())
     newest = [run.short_id for run in runs if run.is_pipeline and run.pipeline == pipeline]
     if not newest:
