@@ -2,7 +2,7 @@
 
 From a wheel, which holds the tested versions:
 
-    pip install --no-deps posttrain-0.1.0-py3-none-any.whl
+    pip install --no-deps posttrain-*.whl
     python -m posttrain.install [--extras monitor,postgres] [--torch cpu]
 
 In a checkout `python deployments/install.py` (or `make setup`) also installs the checkout itself.

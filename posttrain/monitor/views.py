@@ -57,19 +57,21 @@ MAX_CHARTS = 24  # on one tab
 RELATIVE_ROUNDING = 1e-9  # smaller relative differences are rounding errors
 MAX_SEEDS = 32  # other seeds in one chart
 _MAX_HEADLINE_CHARTS = 6
-_GROUP_TITLES = {
-    "train": "Training",
-    "eval": "Held out",
-    "reward": "Reward",
-    "policy": "Policy",
-    "value": "Value function",
-    "curriculum": "Curriculum",
-    "tool": "Tools",
-    "thoughts": "Thoughts",
-    "perf": "Speed and memory",
-    "online": "Online training",
-    "analysis": "Analysis",
-}
+_GROUP_TITLES = dict(  # of metrics' prefixes
+    [
+        ("train", "Training"),
+        ("eval", "Held out"),
+        ("reward", "Reward"),
+        ("policy", "Policy"),
+        ("value", "Value function"),
+        ("curriculum", "Curriculum"),
+        ("tool", "Tools"),
+        ("thoughts", "Thoughts"),
+        ("perf", "Speed and memory"),
+        ("online", "Online training"),
+        ("analysis", "Analysis"),
+    ]
+)
 _DEFAULT_GROUPS = ("train", "reward", "policy")
 # Shown first, if logged.
 _HEADLINE_METRICS = (

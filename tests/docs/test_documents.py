@@ -382,7 +382,8 @@ def test_commands_of_pages_for_operators_work_from_a_wheel_which_has_no_folder_o
         getattr(build_parser().parse_args(shlex.split(line, comments=True)[1:]), "config", None)
         for line in lines
     ]
-    wanted = {name for name in named if name} - {"mine.yaml"}  # a file of the reader's
+    # a file of the reader's is left out, and so is an episode, which `replay` tells from a config
+    wanted = {name for name in named if name and name.count("/") < 3} - {"mine.yaml"}
     assert lines and [name for name in wanted if not find_config(name).is_file()] == []
 
 

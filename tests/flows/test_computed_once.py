@@ -43,7 +43,7 @@ def test_settings_are_checked_once_and_each_key_is_collected_once(
     path = tmp_path / "once.yaml"
     path.write_text(yaml.safe_dump({**PIPELINE, "output": str(tmp_path / "out")}))
     once = {"settings": 1, "prepare_data": 1, "sft": 1}
-    for expected_banner in ("once: prepare data -> sft\nfiles", "cached   prepare data, sft"):
+    for expected_banner in ("once: prepare data -> sft\noutput", "cached   prepare data, sft"):
         counts.clear()
         assert main(["run", str(path)]) == 0
         assert expected_banner in capsys.readouterr().out

@@ -81,6 +81,7 @@ def test_servers_of_up_find_it(folder, monkeypatch):
 def test_no_child_searches_the_current_folder_first():
     """Find calls of `python -m`, which searches that folder first unless `-P` or PYTHONSAFEPATH is set."""
     with_safe_environment = {
+        "posttrain/install.py",  # pip and uv alone, before anything of ours is installed
         "posttrain/operations/services.py",
         "posttrain/operations/supervisor.py",
         "posttrain/operations/registration.py",

@@ -501,7 +501,14 @@ def _examined(
     name: str, says: tuple[str, ...], files: Mapping[str, Content], code: int = 2
 ) -> Case:
     """Build a case of `doctor --model`, which looks for servers by a lock in the output folder."""
-    return Case(f"doctor: {name}", ("doctor", "--model", "m"), says, files, code, writes=True)
+    return Case(
+        f"check machine: {name}",
+        ("check", "machine", "--model", "m"),
+        says,
+        files,
+        code,
+        writes=True,
+    )
 
 
 _NAMED = [

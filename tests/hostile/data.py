@@ -422,12 +422,12 @@ def call(
 
 _RUNS = [
     Case(
-        f"{command[0]}: rows that are refused",
+        f"{' '.join(command[::2])}: rows that are refused",
         (*command, "--quiet"),
         ("data.jsonl:2:", "messages: is missing"),
         {CONFIG: _SFT.replace("{name}", "data.jsonl"), "data.jsonl": GOOD + b"{}\n" + GOOD * 1500},
     )
-    for command in (("run", CONFIG), ("retrain", CONFIG), ("stage", "sft", CONFIG))
+    for command in (("run", CONFIG), ("retrain", CONFIG), ("run", CONFIG, "--only", "sft"))
 ]
 _LATE = Case(
     "run: a row that is refused behind the first thousand",

@@ -14,15 +14,17 @@ _CONFIG = {CONFIG: BASE}
 
 
 def _command(name: str, arguments: tuple[str, ...], says: str | tuple[str, ...]) -> Case:
-    writes = arguments[0] in ("approve", "ui")  # the lock by which they see whether servers run
+    writes = arguments[0] in ("promote", "ui")  # the lock by which they see whether servers run
     return Case(name, arguments, (says,) if isinstance(says, str) else says, _CONFIG, writes=writes)
 
 
 _ARGUMENTS = [
-    _command("stage with dots", ("stage", "../sft", CONFIG), "invalid choice"),
-    _command("stage dunder", ("stage", "__init__", CONFIG), "invalid choice"),
+    _command("stage with dots", ("run", CONFIG, "--only", "../sft"), "invalid choice"),
+    _command("stage dunder", ("run", CONFIG, "--only", "__init__"), "invalid choice"),
     _command(
-        "stage that is not in the config", ("stage", "policy", CONFIG), "has no stage 'policy'"
+        "stage that is not in the config",
+        ("run", CONFIG, "--only", "policy"),
+        "has no stage 'policy'",
     ),
     _command("unknown command", ("explode",), "there is no command 'explode'"),
     _command("command with escapes", ("\x1b[31mrun",), "there is no command"),
@@ -30,8 +32,8 @@ _ARGUMENTS = [
     _command("resume a surrogate", ("resume", "\udcff"), "no runs in"),
     _command("resume a NUL", ("resume", "a\0b"), "no runs in"),
     _command("resume in a device", ("resume", "--output", "/dev/null"), "no runs in"),
-    _command("approve with dots", ("approve", "../../x", "--yes"), "no runs in"),
-    _command("approve an expression", ("approve", "x' OR 1=1 --", "--no"), "no runs in"),
+    _command("approve with dots", ("promote", "--approve", "../../x"), "no runs in"),
+    _command("approve an expression", ("promote", "--reject", "x' OR 1=1 --"), "no runs in"),
     _command("analyze dots", ("analyze", "../../nothing"), "no such file"),
     _command("analyze the password file", ("analyze", "/etc/passwd"), ("/etc/passwd",)),
     _command("analyze a NUL", ("analyze", "a\0b"), "no such file"),
@@ -39,20 +41,20 @@ _ARGUMENTS = [
     _command("analyze with an unknown model", ("analyze", "a/b/c/d"), "no such file"),
     _command(
         "export of a run with dots",
-        ("monitor", "--run", "../../x", "--export", "outputs/e"),
-        "does not exist",
+        ("ui", "../../x", "--export", "outputs/e"),
+        "no run '../../x'",
     ),
     _command(
-        "export from a file", ("monitor", "--output", CONFIG, "--export", "outputs/e"), "is a file"
+        "export from a file", ("ui", "--output", CONFIG, "--export", "outputs/e"), "is a file"
     ),
-    _command("monitor port", ("monitor", "--port", "99999999"), "port"),
-    _command("monitor port a text", ("monitor", "--port", "1;ls"), "port"),
+    _command("monitor port", ("ui", "--live", "--port", "99999999"), "port"),
+    _command("monitor port a text", ("ui", "--live", "--port", "1;ls"), "port"),
     _command("page for the world", ("ui", "--host", "0.0.0.0"), "is not loopback"),
     _command("page for a name", ("ui", "--host", "evil.example"), "is not loopback"),
     _command("up on port 0", ("up", "--prefect-port", "0"), "port"),
     _command("limit below 1", ("runs", "--limit", "-1"), "--limit"),
     _command("limit of 5000 digits", ("runs", "--limit", "9" * 5000), "--limit"),
-    _command("unknown format", ("runs", "--format", "xml"), "invalid choice"),
+    _command("unknown format", ("runs", "--xml"), "--xml"),
     _command("version 0", ("promote", CONFIG, "--version", "0"), "--version"),
     _command("init the root", ("init", "/"), "cannot be imported"),
     _command("init a word of Python", ("init", "class"), "cannot be imported"),
@@ -60,7 +62,7 @@ _ARGUMENTS = [
     _command("init with blanks", ("init", "a b"), "cannot be imported"),
     _command("init full width", ("init", "\uff41\uff42"), "cannot be imported"),
     _command("init a long name", ("init", "x" * 300), "too long"),
-    _command("set without config", ("approve", "--set", "seed=1"), "--config"),
+    _command("set without config", ("promote", "--pending", "--set", "seed=1"), "promote CONFIG"),
     Case("init over a file", ("init", "there"), ("is a file",), {"there": b""}),
     Case("init over a device", ("init", "there"), ("is a file",), {"there": device("null")}),
     Case(

@@ -138,18 +138,18 @@ _FILES = [
 ]
 
 _VARIABLES = [
-    _with("no HOME", 0, "fine", HOME=None),
-    _with("empty HOME", 0, "fine", HOME=""),
-    _with("HOME a device", 0, "fine", HOME="/dev/null"),
+    _with("no HOME", 0, ": OK", HOME=None),
+    _with("empty HOME", 0, ": OK", HOME=""),
+    _with("HOME a device", 0, ": OK", HOME="/dev/null"),
     _with(
-        "no variables that Python reads", 0, "fine", PATH=None, LANG=None, USER=None, LOGNAME=None
+        "no variables that Python reads", 0, ": OK", PATH=None, LANG=None, USER=None, LOGNAME=None
     ),
-    _with("caches in a device", 0, "fine", XDG_CACHE_HOME="/dev/null", HF_HOME="/dev/null/x"),
-    _with("TMPDIR that is not there", 0, "fine", TMPDIR="/nowhere"),
-    _with("threads of letters", 0, "fine", OMP_NUM_THREADS="abc", MKL_NUM_THREADS="-1"),
-    _with("terminal of letters", 0, "fine", COLUMNS="abc", LINES="-1", TERM="\x1b[31m"),
-    _with("umask that takes all", 0, "fine", umask=0o777),
-    _with("user that nobody knows", 0, "fine", user=STRANGER, HOME=None, USER=None, LOGNAME=None),
+    _with("caches in a device", 0, ": OK", XDG_CACHE_HOME="/dev/null", HF_HOME="/dev/null/x"),
+    _with("TMPDIR that is not there", 0, ": OK", TMPDIR="/nowhere"),
+    _with("threads of letters", 0, ": OK", OMP_NUM_THREADS="abc", MKL_NUM_THREADS="-1"),
+    _with("terminal of letters", 0, ": OK", COLUMNS="abc", LINES="-1", TERM="\x1b[31m"),
+    _with("umask that takes all", 0, ": OK", umask=0o777),
+    _with("user that nobody knows", 0, ": OK", user=STRANGER, HOME=None, USER=None, LOGNAME=None),
     Case(
         "home of a config without HOME",
         ("validate", CONFIG),
@@ -234,13 +234,13 @@ _FORBIDDEN = [
     *(
         Case(
             f"closed output: {command}",
-            (command, "--output", "outputs"),
+            (*command.split(), "--output", "outputs"),
             ("outputs", "Permission denied"),
             {"outputs": closed_folder},
             writes=True,
             user=STRANGER,
         )
-        for command in ("runs", "approve", "resume", "gc", "sync", "status")
+        for command in ("runs", "promote --pending", "resume", "store gc", "store sync", "status")
     ),
     Case(
         "closed trajectories",

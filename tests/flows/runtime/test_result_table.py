@@ -19,7 +19,7 @@ def test_names_are_printed_as_they_are(name):
     row = {"stage": "sft", "note": f"model of {name}", "cached": False, "seconds": 1.0}
     facts = {"output": name, "logs": f"{name}/stages/*/*/stage.log"}
     lines = [line.rstrip() for line in format_result_table([row], "", facts, 80).splitlines()]
-    assert f"sft: model of {name}" in lines and f"Files       {name}" in lines
+    assert f"sft: model of {name}" in lines and f"Output      {name}" in lines
     assert f"Logs        {name}/stages/*/*/stage.log" in lines
 
 
@@ -32,10 +32,10 @@ def test_pages_that_do_not_answer_are_replaced_by_the_command_that_shows_them(tm
         "pages_answer": False,
     }
     text = format_result_table([], url, facts, 80)
-    assert f"Pages       posttrain ui --output '{tmp_path}/my runs'    shows" in text
+    assert f"Web UI      posttrain ui --output '{tmp_path}/my runs'    serves its pages" in text
     assert "http://" not in text
     text = format_result_table([], url, {**facts, "pages_answer": True}, 80)
-    assert f"MLflow run  {url}" in text and "All runs    http" in text and "Pages  " not in text
+    assert f"MLflow run  {url}" in text and "All runs    http" in text and "Web UI  " not in text
 
 
 @pytest.mark.parametrize(("knows_success", "rate"), [(True, "25.0% [10.0%, 50.0%]"), (False, "")])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,7 +211,9 @@ def test_report_and_figure(plan, swept_record):
 def test_runs_are_listed_with_differing_settings_and_filtered(plan, swept_record):
     output = plan.load_base_settings().output
     lines = list_runs(output, limit=50, settings=True)
-    settings_of_run = {line["run"].strip(): line["settings"] for line in lines}
+    # the short id of a trial stands before its name
+    settings_of_run = {line["run"].split("  ")[-1].strip(): line["settings"] for line in lines}
+    assert any(re.match(r" *small-[0-9a-f]{4,}  small · trial 0", line["run"]) for line in lines)
     assert settings_of_run["small · trial 0, seed 1"] == "learning_rate=0.0001, policy=1"
     assert settings_of_run["policy"] == "", "stages have no settings of their trial"
 

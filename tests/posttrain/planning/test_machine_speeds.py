@@ -116,7 +116,7 @@ def test_an_unwritable_file_is_refused_before_the_measurement(small_machine, tmp
         (tmp_path, "is a folder"),
         (tmp_path / "none" / "machine.yaml", "is not a writable folder"),
     ):
-        with pytest.raises(SettingsError, match=f"--output: {path} .*{message}"):
+        with pytest.raises(SettingsError, match=f"--to: {path} .*{message}"):
             write_machine_calibration(path)
     assert small_machine == []
 

@@ -527,7 +527,7 @@ def test_the_command_prints_parts_times_and_changes(folder, capsys):
 
 
 def test_the_command_for_programs(folder, capsys):
-    assert main(["check", "plan", "mine.yaml", "--gpus", "2xH200", "--format", "json"]) == 0
+    assert main(["check", "plan", "mine.yaml", "--gpus", "2xH200", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["target"]["name"] == "2 x H200" and [
         stage["stage"] for stage in document["stages"]

@@ -20,6 +20,21 @@ def folder(tmp_path):
     return small_policy().save(tmp_path / "model")
 
 
+@pytest.fixture(autouse=True)
+def _transformers_as_imported():
+    """Undo what earlier tests of this process set: bars, verbosity."""
+    had_bars, verbosity = (
+        transformers_logging.is_progress_bar_enabled(),
+        transformers_logging.get_verbosity(),
+    )
+    transformers_logging.enable_progress_bar()
+    transformers_logging.set_verbosity_warning()
+    yield
+    transformers_logging.set_verbosity(verbosity)
+    if not had_bars:
+        transformers_logging.disable_progress_bar()
+
+
 @pytest.fixture
 def reports(monkeypatch):
     """Collect the records of the logger that transformers reports with."""

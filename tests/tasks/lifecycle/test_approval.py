@@ -330,7 +330,9 @@ def test_undecidable_requests_are_refused(tracking, model, tmp_path):
     )
     with pytest.raises(SettingsError, match="name the run"):
         decide_approval(tracking.output, uri, None, approve=True)
-    with pytest.raises(DataError, match=r"no runs in sqlite:.*give the run's --config"):
+    with pytest.raises(
+        DataError, match=r"no runs in sqlite:.*name the run's output folder with --output"
+    ):
         decide_approval(tmp_path, None, "demo", approve=True)
     assert not (tmp_path / "mlflow").exists()
 
@@ -344,7 +346,7 @@ def test_the_command_shows_then_decides(tracking, model):
     shown = decide_approval(tracking.output, uri, model, approve=None, store_options=" --output x")
     assert (
         "waits for approval until" in shown
-        and f"approve '{model} · 2026' --yes --note 'WHY' --output x" in shown
+        and f"posttrain promote --output x --approve '{model} · 2026' --note 'WHY'" in shown
     )
     assert tracking.find_champion(model).version == 1
     assert "promoted: approved by me on" in decide_approval(
