@@ -56,12 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     project = format_project(arguments.extras)
     started = time.monotonic()
-    print(f"installing the pinned packages into {sys.prefix} (2.3 GB)", flush=True)
     try:
-        problem = install_with_uv(project, arguments.torch)
+        environment = {**os.environ, **convert_to_uv_variables(read_pip_settings())}
+        is_cpu = arguments.torch == "cpu" or (
+            arguments.torch == "auto" and needs_cpu_build(environment)
+        )
+        size = "2.3 GB" if is_cpu else "up to 6.5 GB with CUDA"
+        print(f"installing the pinned packages into {sys.prefix} ({size})", flush=True)
+        if is_cpu:
+            reason = "--torch cpu" if arguments.torch == "cpu" else "no NVIDIA driver here"
+            print(f"{reason}: torch's CPU build", flush=True)
+        problem = install_with_uv(project, environment, is_cpu=is_cpu)
         if problem:
             print(f"{problem}; pip installs them, which takes some minutes", flush=True)
-            code = install_with_pip(project, arguments.torch)
+            code = install_with_pip(project, is_cpu=is_cpu)
             if code:
                 return code
     except KeyboardInterrupt:
@@ -79,13 +87,19 @@ def format_project(extras: str) -> list[str]:
     return [f"posttrain{suffix}=={version('posttrain')}"]
 
 
-def install_with_uv(project: Sequence[str], torch: str = "auto") -> str | None:
-    """Install by uv. Return the reason if that was not possible; None = it was."""
+def install_with_uv(
+    project: Sequence[str], environment: dict[str, str], *, is_cpu: bool
+) -> str | None:
+    """Install by uv. Return the reason if that was not possible; None = it was.
+
+    Args:
+        environment: of uv.
+        is_cpu: install torch's CPU build, if its index answers.
+    """
     program = shutil.which("uv")
     if program is None and run_pip("uv"):
         return "uv cannot be installed"
     uv = [program] if program else [sys.executable, "-m", "uv"]
-    environment = {**os.environ, **convert_to_uv_variables(read_pip_settings())}
     command = [
         *uv,
         "pip",
@@ -97,19 +111,16 @@ def install_with_uv(project: Sequence[str], torch: str = "auto") -> str | None:
         str(CONSTRAINTS),
         *project,
     ]
-    if torch == "cpu" or (torch == "auto" and needs_cpu_build(environment)):
-        reason = "--torch cpu" if torch == "cpu" else "no NVIDIA driver here"
-        print(f"{reason}: torch's CPU build", flush=True)
+    if is_cpu:
         impatient = {**environment, "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "30"}
-        if (
-            subprocess.run(
-                [*command, "--torch-backend", "cpu"], env=impatient, stderr=subprocess.DEVNULL
-            ).returncode
-            == 0
-        ):
+        attempt = subprocess.run(
+            [*command, "--torch-backend", "cpu"], env=impatient, stderr=subprocess.PIPE, text=True
+        )
+        if attempt.returncode == 0:
             return None
+        reason = (attempt.stderr.strip() or f"exit code {attempt.returncode}").splitlines()[-1]
         print(
-            "the index of torch's CPU builds does not answer: the build of the usual index",
+            f"uv could not install torch's CPU build ({reason.strip()}): the build of the usual index",
             flush=True,
         )
     code = subprocess.run(command, env=environment).returncode
@@ -149,9 +160,9 @@ def needs_cpu_build(environment: dict[str, str]) -> bool:
     return sys.platform == "linux" and not has_local_build and not has_driver
 
 
-def install_with_pip(project: Sequence[str], torch: str = "auto") -> int:
+def install_with_pip(project: Sequence[str], *, is_cpu: bool) -> int:
     """Install by pip, torch first, so that nothing else decides on its build. Return the exit code."""
-    index = ["--extra-index-url", CPU_INDEX] if torch == "cpu" else []
+    index = ["--extra-index-url", CPU_INDEX] if is_cpu else []
     return run_pip(*index, "torch") or run_pip(*project)
 
 

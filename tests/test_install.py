@@ -26,13 +26,13 @@ def install(monkeypatch):
 class Commands:
     """Stand-in for subprocess.run: records commands and returns exit codes by a word of them."""
 
-    def __init__(self, codes):
-        self.codes, self.seen = codes, []
+    def __init__(self, codes, stderr=""):
+        self.codes, self.stderr, self.seen = codes, stderr, []
 
     def __call__(self, command, **options):
         self.seen.append([str(part) for part in command])
         code = next((code for word, code in self.codes.items() if word in self.seen[-1]), 0)
-        return CompletedProcess(command, code, stdout="", stderr="")
+        return CompletedProcess(command, code, stdout="", stderr=self.stderr)
 
 
 def test_settings_of_pip_reach_uv_and_the_environment_wins_over_files(install, monkeypatch):
@@ -64,13 +64,14 @@ def test_a_build_of_torch_at_hand_or_a_driver_decides_on_the_build(install, monk
 def test_an_index_of_cpu_builds_that_does_not_answer_is_followed_by_the_usual_one(
     install, monkeypatch, capsys
 ):
-    commands = Commands({"--torch-backend": 2})
+    commands = Commands({"--torch-backend": 2}, "Resolving\n  error: No space left on device\n")
     monkeypatch.setattr(install.subprocess, "run", commands)
-    monkeypatch.setattr(install, "needs_cpu_build", lambda environment: True)
-    assert install.install_with_uv(["--editable", "project"]) is None
+    assert install.install_with_uv(["--editable", "project"], {}, is_cpu=True) is None
     attempts = [command for command in commands.seen if "--editable" in command]
     assert [("--torch-backend" in command) for command in attempts] == [True, False]
-    assert "does not answer" in capsys.readouterr().out
+    assert capsys.readouterr().out == (
+        "uv could not install torch's CPU build (error: No space left on device): the build of the usual index\n"
+    )
 
 
 def test_pip_installs_where_uv_fails_and_its_failure_is_the_exit_code(install, monkeypatch, capsys):
@@ -85,9 +86,23 @@ def test_pip_installs_where_uv_fails_and_its_failure_is_the_exit_code(install, m
         "torch",
         f"{ROOT}[dev]",
     ]
-    assert "uv failed (exit code 2); pip installs them" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "uv failed (exit code 2); pip installs them" in output
+    assert "(up to 6.5 GB with CUDA)" in output
     monkeypatch.setattr(install.subprocess, "run", Commands({"/bin/uv": 2, "torch": 7}))
     assert install.main() == 7
+
+
+@pytest.mark.parametrize("torch", ["auto", "cpu"])
+def test_pip_installs_the_cpu_build_where_there_is_no_driver(install, monkeypatch, capsys, torch):
+    commands = Commands({"/bin/uv": 2})
+    monkeypatch.setattr(install.subprocess, "run", commands)
+    monkeypatch.setattr(install.shutil, "which", lambda name: "/bin/uv" if name == "uv" else None)
+    monkeypatch.setattr(install, "needs_cpu_build", lambda environment: True)
+    assert install.main(["--torch", torch]) == 0
+    (command,) = [command for command in commands.seen if command[-1] == "torch"]
+    assert command[-3:] == ["--extra-index-url", install.CPU_INDEX, "torch"]
+    assert "(2.3 GB)" in capsys.readouterr().out
 
 
 def test_ctrl_c_is_no_failure_of_uv_after_which_pip_would_install(install, monkeypatch, capsys):

@@ -30,7 +30,7 @@ from packaging.version import Version
 from flows.runtime.terminal import StatusLine, detect_terminal_columns
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument, add_data_options
-from posttrain.cli.tables import print_data
+from posttrain.cli.tables import print_requested_data
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.json_client import find_health_problem
 from tasks.command_hints import format_posttrain_command
@@ -89,13 +89,13 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.faults:
         from rl_core.storage.faults import format_fault_points, list_fault_points
 
-        if not print_data(arguments, list_fault_points()):
+        if not print_requested_data(arguments, list_fault_points()):
             print(format_fault_points())
         return 0
     if arguments.calibrate:
         path = Path(arguments.to or DEFAULT_CALIBRATION_FILE)
         values, text = write_machine_calibration(path)
-        if not print_data(arguments, values, [values]):
+        if not print_requested_data(arguments, values, [values]):
             print(text)
         return 0
     if arguments.to is not None:
@@ -111,7 +111,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         from flows.runtime.flow_run_states import repair_crashed_runs
 
         lines = repair_crashed_runs(output, uri)
-        if not print_data(arguments, lines, [{"repaired": line} for line in lines]):
+        if not print_requested_data(arguments, lines, [{"repaired": line} for line in lines]):
             print("\n".join(lines))
         return 0
     if arguments.model is not None:
@@ -119,11 +119,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 
         model_settings = settings.model if settings else None
         explanation = explain_model(arguments.model, model_settings, output, uri)
-        if not print_data(arguments, explanation.record, [explanation.record]):
+        if not print_requested_data(arguments, explanation.record, [explanation.record]):
             print(explanation.text)
         return 1 if explanation.is_refused else 0
     findings = examine_machine(output, uri)
-    if not print_data(arguments, [dataclasses.asdict(finding) for finding in findings]):
+    if not print_requested_data(arguments, [dataclasses.asdict(finding) for finding in findings]):
         print(format_findings(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flows.runtime.terminal import StatusLine, escape_control_characters
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument, add_data_options, parse_positive_integer
-from posttrain.cli.tables import print_data
+from posttrain.cli.tables import print_requested_data
 from rl_core.errors import CorruptError, DataError, SettingsError
 from rl_core.storage.manifest import read_manifest
 
@@ -196,7 +196,7 @@ def _print_resource_plan(arguments: argparse.Namespace) -> int:
         if not fits_target(stage, target)
     }
     record = build_plan_record(plan, target, changes)
-    if not print_data(arguments, record, record["stages"]):
+    if not print_requested_data(arguments, record, record["stages"]):
         print(wrap_to_terminal(escape_control_characters(format_plan(plan, target, changes))))
     return 0
 
@@ -267,7 +267,7 @@ def _print_simulation(arguments: argparse.Namespace) -> int:
             subject = format_count(workers[0], "worker")
     progress.clear_line()
     rows = build_layout_rows(layouts)
-    if print_data(arguments, {"rates": source, "layouts": rows}, rows):
+    if print_requested_data(arguments, {"rates": source, "layouts": rows}, rows):
         return 0
     title = (
         f"{settings.name}: {subject}, {layout.prompts} x {layout.group_size} rollouts an iteration"

@@ -92,10 +92,10 @@ def run_command(arguments: argparse.Namespace) -> int:
         importlib.import_module("flows.single_stage")  # which profile_stage calls
 
     records = profile_stage(settings, name, arguments.iterations, quiet=quiet)
-    from posttrain.cli.tables import print_data
+    from posttrain.cli.tables import print_requested_data
 
     record = build_profile_record(name, records)
-    if not print_data(arguments, record, record["parts"]):
+    if not print_requested_data(arguments, record, record["parts"]):
         print(format_profile_table(name, records))
     return 0
 

@@ -23,7 +23,7 @@ from posttrain.cli.arguments import (
     add_set_option,
     parse_positive_integer,
 )
-from posttrain.cli.tables import format_table, print_data
+from posttrain.cli.tables import format_table, print_requested_data
 from rl_core.errors import DataError, SettingsError
 from rl_core.storage.atomic_files import make_folder, write_json_atomic
 from tasks.stage_registry import list_policy_stages, list_stage_names, list_training_stages
@@ -104,7 +104,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         uri = run_setup.find_tracking_uri(output, arguments.runs[0])
     report_folder = Path(arguments.to) if arguments.to else None
     comparison = compare_tracked_runs(output, uri, arguments.runs, report_folder)
-    if not print_data(arguments, comparison):
+    if not print_requested_data(arguments, comparison):
         run_setup.print_wrapped(format_comparison(comparison))
     return 0
 

@@ -37,7 +37,7 @@ def compare_models(arguments: argparse.Namespace) -> int:
         settings, quiet=quiet, fresh=True, stages=["evaluate"]
     ):
         from flows.single_stage import evaluate_models
-        from posttrain.cli.tables import print_data
+        from posttrain.cli.tables import print_requested_data
         from rl_core.analysis.comparison import diff_models
         from tasks.stages.evaluate import resolve_trajectories_path
 
@@ -50,7 +50,7 @@ def compare_models(arguments: argparse.Namespace) -> int:
     )
     diff = diff_models(paths, (first, second), examples=arguments.episodes, seed=settings.seed)
     knows_success = all(row["knows_success"] for row in result.summary["models"].values())
-    if not print_data(arguments, {**diff.to_json(), "knows_success": knows_success}):
+    if not print_requested_data(arguments, {**diff.to_json(), "knows_success": knows_success}):
         run_setup.print_wrapped(format_diff(diff, knows_success=knows_success))
     return 0
 

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from posttrain.cli.arguments import (
@@ -101,10 +102,14 @@ def apply_former_config(
         arguments, "config"
     ):  # the command takes runs, of whose folder it was the configuration
         arguments.config = former
-        print(
-            "posttrain: --config is now --output FOLDER, the output folder of that configuration",
-            file=sys.stderr,
-        )
+        command = str(arguments.command).split()
+        remaining = _remove_former_option(words[len(command) :])
+        if (
+            getattr(arguments, "models", None) is not None
+        ):  # and plays the episodes of that configuration
+            print_new_form("--config", [*command, former, *remaining])
+        elif output := _read_output_folder(arguments):
+            print_new_form("--config", [*command, *remaining, "--output", output])
         return
     if arguments.config is not None and getattr(arguments, "episode", "") is None:
         arguments.config, arguments.episode = None, arguments.config
@@ -114,14 +119,34 @@ def apply_former_config(
         parser.error(f"name one configuration: {arguments.config}, or {former} of --config")
     arguments.config = former
     command = str(arguments.command).split()
-    others = iter(words[len(command) :])
+    remaining = _remove_former_option(words[len(command) :])
+    print_new_form("--config", [*command, former, *remaining])
+
+
+def _remove_former_option(words: Sequence[str]) -> list[str]:
+    """Remove `--config` and its value from the words behind a command."""
+    others = iter(words)
     remaining = []
     for word in others:
         if word in ("-c", "--config"):
             next(others, None)
         elif not word.startswith(("--config=", "-c")):
             remaining.append(word)
-    print_new_form("--config", [*command, former, *remaining])
+    return remaining
+
+
+def _read_output_folder(arguments: argparse.Namespace) -> str:
+    """Read the output folder of the former option's configuration; "" if it has problems, which the command reports."""
+    from rl_core.errors import PosttrainError
+    from tasks.config import load_settings
+
+    try:
+        settings = load_settings(
+            arguments.config, arguments.set, import_code=False, check_servers=False
+        )
+    except PosttrainError:
+        return ""
+    return str(settings.output)
 
 
 # ------------------------------------------------------------------------------------- declarations
@@ -271,8 +296,25 @@ def _translate_why(arguments: argparse.Namespace, options: list[str]) -> list[st
 
 
 def _translate_monitor(arguments: argparse.Namespace, options: list[str]) -> list[str]:
-    run = [] if arguments.run is None else [arguments.run]
+    run = [] if arguments.run is None else [_find_short_id(arguments)]
     return ["ui", *run, "--live", *options]
+
+
+def _find_short_id(arguments: argparse.Namespace) -> str:
+    """Return the short id of the run that `monitor --run` names: `ui demo` is the configuration, not its newest run."""
+    from posttrain.monitor.reader import RunReader
+    from rl_core.errors import PosttrainError
+
+    output, name = Path(arguments.output), str(arguments.run)
+    if not output.is_dir():  # which `ui` says
+        return name
+    try:
+        reader = RunReader(output)
+        run_id = reader.resolve_run_id(name)
+        return next(run.short_id for run in reader.list_runs() if run.id == run_id) or run_id
+    except PosttrainError as error:
+        parser: argparse.ArgumentParser = arguments.former_parser
+        parser.error(str(error))
 
 
 def _translate_approve(arguments: argparse.Namespace, options: list[str]) -> list[str]:

@@ -77,10 +77,11 @@ def run_command(arguments: argparse.Namespace) -> int:
 def open_run(output: Path, name: str | None) -> tuple[RunReader, str]:
     """Return a reader of the output folder and its id of a run; None = the newest run.
 
-    Raises: DataError for an unknown run, and for a sweep or a trial.
+    Raises: DataError for an unknown run, and for a sweep.
     """
     from posttrain.monitor.reader import RunReader
-    from tasks.tracking.run_ids import find_named_run, list_named_runs
+    from posttrain.monitor.runs import build_run_id
+    from tasks.tracking.run_ids import find_named_run, list_named_runs, refuse_sweep
 
     folder = output.resolve()
     named = list_named_runs(folder)
@@ -94,9 +95,8 @@ def open_run(output: Path, name: str | None) -> tuple[RunReader, str]:
     else:
         run = find_named_run(named, name, folder)
     assert run.folder is not None
-    if not run.is_pipeline:
-        raise DataError(f"'{name}' is a sweep or a trial; its logs are in {run.folder}")
-    return RunReader(folder), f"{run.pipeline}/{run.folder.name}"
+    refuse_sweep(run)
+    return RunReader(folder), build_run_id(run.folder)
 
 
 def _load_view(reader: RunReader, identity: str) -> RunView:
@@ -113,7 +113,7 @@ def _read_log_parts(
     positions: dict[str, LogPosition] = {}
     while True:
         view = _load_view(reader, identity)
-        is_over = view.is_over  # before reading, so that the last lines are read
+        is_over = view.has_process_ended  # before reading, so that the last lines are read
         for stage in _select_stages(view, arguments.stage):
             if stage.label not in positions:
                 if arguments.stage is None:
@@ -121,15 +121,21 @@ def _read_log_parts(
                 positions[stage.label] = LogPosition(stage, arguments.lines)
                 if arguments.stage is None and stage.status == "cached":
                     positions[stage.label].skip_to_end()
-            yield positions[stage.label].read_new_text()
+            yield positions[stage.label].read_new_text(is_complete=is_over)
         if not arguments.follow or is_over:
             break
         time.sleep(FOLLOW_SECONDS)
     if not positions:
-        where = (
-            f"stage '{arguments.stage}' has not begun" if arguments.stage else "no stage has begun"
-        )
-        raise DataError(f"{view.short_id}: {where} ({view.status})")
+        raise DataError(f"{view.short_id}: {_explain_missing_log(view, arguments.stage)}")
+
+
+def _explain_missing_log(view: RunView, name: str | None) -> str:
+    """Explain why a run, or one of its stages, has no log."""
+    stage = None if name is None else view.find_stage(name)
+    if stage is not None and stage.status == "cached":
+        return f"stage '{name}' was reused from an earlier run, whose log no longer exists"
+    subject = "no stage has begun" if name is None else f"stage '{name}' has not begun"
+    return f"{subject} ({view.status})"
 
 
 def _select_stages(view: RunView, name: str | None) -> list[StageView]:
@@ -168,8 +174,12 @@ class LogPosition:
         with contextlib.suppress(OSError):
             self._offset = self._path.stat().st_size
 
-    def read_new_text(self) -> str:
-        """Return the complete lines written since the last call, with control characters escaped."""
+    def read_new_text(self, *, is_complete: bool = False) -> str:
+        """Return the complete lines written since the last call, with control characters escaped.
+
+        Args:
+            is_complete: nothing more will be written, so the last line counts even without its end.
+        """
         from flows.runtime.terminal import escape_control_characters
 
         data = b""
@@ -184,9 +194,12 @@ class LogPosition:
             self._offset = 0
         self._inode = inode
         new = _read_from(self._path, self._offset)
-        new = new[: new.rfind(b"\n") + 1]  # a line may be half-written
+        if not is_complete:
+            new = new[: new.rfind(b"\n") + 1]  # a line may be half-written
         self._offset += len(new)
         data += new
+        if is_complete and data and not data.endswith(b"\n"):
+            data += b"\n"
         text = data.decode("utf-8", "replace")
         if self._num_lines is not None:
             text = "".join(text.splitlines(keepends=True)[-self._num_lines :])

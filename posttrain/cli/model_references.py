@@ -23,7 +23,13 @@ from tasks.tracking.registry import (
     is_registered_reference,
     refuse_unregistered_model,
 )
-from tasks.tracking.run_ids import AmbiguousRun, find_named_run, is_short_id, list_named_runs
+from tasks.tracking.run_ids import (
+    AmbiguousRun,
+    find_named_run,
+    is_short_id,
+    list_named_runs,
+    refuse_sweep,
+)
 
 _STAGE_REFERENCE = re.compile(
     rf"([a-z][a-z0-9_]*)(?:/([0-9a-f]{{4,16}}))?(?:/{EPOCH_MODELS}/(\d+))?"
@@ -37,7 +43,7 @@ def resolve_run_model(reference: str, output: Path) -> str:
 
     Args:
         reference: short id of a run of the output folder.
-    Raises: DataError for an ambiguous id; SettingsError for a run without a finished model.
+    Raises: DataError for an ambiguous id and for a sweep; SettingsError for a run without a finished model.
     """
     if not is_short_id(reference) or os.path.lexists(reference) or not output.is_dir():
         return reference
@@ -49,8 +55,10 @@ def resolve_run_model(reference: str, output: Path) -> str:
         return reference
     assert run.folder is not None
     from posttrain.monitor.reader import RunReader
+    from posttrain.monitor.runs import build_run_id
 
-    view = RunReader(output.resolve()).load_run(f"{run.pipeline}/{run.folder.name}")
+    refuse_sweep(run)
+    view = RunReader(output.resolve()).load_run(build_run_id(run.folder))
     folders = {stage.label: stage.folder for stage in view.stages} if view is not None else {}
     for stage in reversed(list_policy_stages()):
         folder = folders.get(stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import webbrowser
@@ -15,6 +16,7 @@ from posttrain.cli import run_setup
 from posttrain.cli.arguments import RUN_HELP, add_json_option, add_output_option
 from posttrain.cli.logs import open_run
 from posttrain.cli.parser import ExitCode
+from rl_core.errors import BackendError
 from rl_core.json_client import RequestError, fetch_json, find_health_problem
 from tasks.command_hints import format_posttrain_command
 
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Print the pages of a run that answer, and open them in the browser; exit with 1 if none answers."""
-    from posttrain.cli.tables import print_data
+    from posttrain.cli.tables import print_requested_data
 
     output = Path(arguments.output)
     run_setup.refuse_unreadable_folder(output)
@@ -50,7 +52,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     view = reader.load_run(identity)
     assert view is not None  # found a moment ago
     pages = dict(list_pages(view))
-    if not print_data(arguments, {"id": view.short_id, "run": view.id, "pages": pages}):
+    if not print_requested_data(arguments, {"id": view.short_id, "run": view.id, "pages": pages}):
         for name, link in pages.items():
             print(f"{name:8} {link}")
         missing = [name for name in ("live", "mlflow", "prefect") if name not in pages]
@@ -109,8 +111,8 @@ def _find_mlflow_page(view: RunView, state: SupervisorState | None) -> str:
     from tasks.tracking import Tracking
     from tasks.tracking.journal import DeliveryCursor
 
-    pipeline, _, folder = view.id.partition("/")
-    cursor = DeliveryCursor.load(view.output / pipeline / "runs" / folder)
+    assert view.folder is not None  # a run of the output folder
+    cursor = DeliveryCursor.load(view.folder)
     uri = view.config.get("tracking", {}).get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or ""
     address = uri if uri.startswith("http") else find_page_address(view.output, "mlflow", state)
     if not cursor.run_id or not cursor.experiment_id or not address:
@@ -129,23 +131,29 @@ def _find_mlflow_page(view: RunView, state: SupervisorState | None) -> str:
 
 def _find_prefect_page(view: RunView, state: SupervisorState | None) -> str:
     """Return the run's page in Prefect if the server has the flow run."""
-    from flows.runtime.prefect_access import build_basic_auth_header, load_or_create_password
+    from flows.runtime.prefect_access import (
+        CLIENT_AUTH_VARIABLE,
+        build_basic_auth_header,
+        load_or_create_password,
+    )
 
     if not view.flow_run_id:
         return ""
     own_address = find_page_address(view.output, "prefect", state)
     configured = os.environ.get("PREFECT_API_URL", "").rstrip("/").removesuffix("/api")
     for address in filter(None, dict.fromkeys((own_address, configured))):
-        headers = {}
+        password = os.environ.get(CLIENT_AUTH_VARIABLE, "")
         if address == own_address:
-            headers = build_basic_auth_header(load_or_create_password(view.output))
+            with contextlib.suppress(BackendError):  # another user's servers
+                password = load_or_create_password(view.output)
         try:
             fetch_json(
                 f"{address}/api/flow_runs/{view.flow_run_id}",
                 timeout_s=ANSWER_SECONDS,
-                headers=headers,
+                headers=build_basic_auth_header(password),
             )
-        except RequestError:
-            continue
+        except RequestError as error:
+            if error.status not in (401, 403):  # the page asks for a password
+                continue
         return f"{address}/runs/flow-run/{view.flow_run_id}"
     return ""

@@ -53,10 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Move the alias `champion`, decide on a pending promotion, or list the pending ones."""
-    run = arguments.approve or arguments.reject or arguments.pending
+    named = (arguments.approve, arguments.reject, arguments.pending)
+    run = next((name for name in named if name is not None), None)
     is_decision = run is not None
     _refuse_unused_options(arguments, is_decision)
-    if is_decision:
+    if run is not None:
         return _decide_or_list(arguments, run)
     settings = run_setup.load_pipeline_settings(arguments, import_code=False)
     run_setup.connect_mlflow(settings.output)
@@ -68,6 +69,10 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _refuse_unused_options(arguments: argparse.Namespace, is_decision: bool) -> None:
     """Refuse a command that does not say what to promote, and options that would change nothing."""
+    if "" in (arguments.approve, arguments.reject):
+        raise SettingsError(
+            "--approve and --reject: the name of the run is empty; `posttrain promote --pending` lists the runs"
+        )
     if is_decision and arguments.version is not None:
         raise SettingsError("--version: a decision is about the version of its run; leave it out")
     if arguments.json and arguments.pending != "":

@@ -65,11 +65,11 @@ def run_command(arguments: argparse.Namespace) -> int:
             else load_recorded_settings(target.record, target.output, is_resumed=False)
         )
     if arguments.json or arguments.csv:
-        from posttrain.cli.tables import print_data
+        from posttrain.cli.tables import print_requested_data
 
         if arguments.episode is not None:
             raise SettingsError("--json and --csv list the stored episodes; leave EPISODE out")
-        print_data(arguments, list_failed_episodes(settings))
+        print_requested_data(arguments, list_failed_episodes(settings))
         return 0
     if arguments.episode is None:
         run_setup.print_wrapped(format_failed_episodes(settings))

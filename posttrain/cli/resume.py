@@ -58,7 +58,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     from tasks.tracking.run_ids import resolve_run_name, shorten_run_name
 
     run = arguments.run
-    record = find_resumable_run(output, resolve_run_name(output, run) if run else None)
+    record = find_resumable_run(output, None if run is None else resolve_run_name(output, run))
     settings = load_recorded_settings(record, output)
     run_setup.configure_prefect(settings)
     print(
@@ -92,10 +92,13 @@ def find_resumable_run(output: Path, run: str | None) -> PipelineRunRecord:
 
     Args:
         run: None = the newest resumable run.
-    Raises: DataError for an unknown run; SettingsError for a finished run; FolderBusy for a running one.
+    Raises: DataError for an unknown run, a sweep or a trial; SettingsError for a finished run; FolderBusy for a
+        running one.
     """
     from tasks.lifecycle.crashed_runs import list_recorded_runs
 
+    if run == "":
+        raise DataError("the name of the run is empty; leave it out to resume the newest one")
     records = list_recorded_runs(output.resolve())
     if not records:
         raise DataError(f"no runs in {output.resolve()}; name the output folder with --output")
@@ -108,6 +111,10 @@ def find_resumable_run(output: Path, run: str | None) -> PipelineRunRecord:
         from tasks.tracking.run_ids import describe_unknown_run, list_named_runs
 
         named = list_named_runs(output.resolve())
+        if any(run == other.name and not other.is_pipeline for other in named):
+            raise DataError(
+                f"'{run}' is a sweep or one of its trials; the same `posttrain sweep` command continues it"
+            )
         raise DataError(describe_unknown_run(named, str(run), output.resolve()))
     for record in matching:
         if record.status not in ("running", "finished"):

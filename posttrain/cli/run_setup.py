@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tasks.config import PipelineSettings
     from tasks.lifecycle.crashed_runs import PipelineRunRecord
     from tasks.pipeline.stage_key import StageKeys
+    from tasks.tracking.run_ids import NamedRun
 
 _BANNER_COLUMNS = 79
 
@@ -272,6 +273,7 @@ class CommandTarget:
     output: Path
     settings: PipelineSettings | None = None  # of the configuration
     record: PipelineRunRecord | None = None  # of the run
+    run: NamedRun | None = None
 
     @property
     def tracking_uri(self) -> str | None:
@@ -306,7 +308,8 @@ def resolve_target(arguments: argparse.Namespace, *, import_code: bool = False) 
     if arguments.set:
         raise SettingsError(f"--set changes a configuration; {name} is none")
     refuse_unreadable_folder(arguments.output)
-    return CommandTarget(Path(arguments.output), record=find_run_record(arguments.output, name))
+    run, record = _find_run(arguments.output, name)
+    return CommandTarget(Path(arguments.output), record=record, run=run)
 
 
 def find_tracking_uri(output: Path, run: str) -> str | None:
@@ -318,7 +321,11 @@ def find_tracking_uri(output: Path, run: str) -> str | None:
 
 
 def find_run_record(output: str | Path, name: str) -> PipelineRunRecord:
-    """Find a pipeline run by short id, name, digits of its id, or as the newest of a pipeline. Raises: DataError."""
+    """Find a run by short id, name, digits of its id, or as the newest of a pipeline. Raises: DataError."""
+    return _find_run(output, name)[1]
+
+
+def _find_run(output: str | Path, name: str) -> tuple[NamedRun, PipelineRunRecord]:
     from tasks.lifecycle.crashed_runs import read_run_record
     from tasks.tracking.run_ids import find_named_run, list_named_runs
 
@@ -328,7 +335,7 @@ def find_run_record(output: str | Path, name: str) -> PipelineRunRecord:
     record = read_run_record(run.folder)
     if record is None:
         raise DataError(f"{run.folder}: the record of run '{run.short_id}' cannot be read")
-    return record
+    return run, record
 
 
 def print_wrapped(text: str) -> None:

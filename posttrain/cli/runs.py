@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_command(arguments: argparse.Namespace) -> int:
     """List runs with status and result."""
     settings = run_setup.load_optional_settings(arguments)
-    from posttrain.cli.tables import format_runs_table, print_data
+    from posttrain.cli.tables import format_runs_table, print_requested_data
     from tasks.lifecycle.crashed_runs import find_crashed_runs
     from tasks.tracking import list_run_records, list_runs
 
@@ -63,7 +63,7 @@ def run_command(arguments: argparse.Namespace) -> int:
             where=arguments.where,
             find_crashed=describe_crashed,
         )
-        print_data(arguments, records)
+        print_requested_data(arguments, records)
         return 0
     rows = list_runs(
         output,

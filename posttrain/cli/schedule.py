@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Schedule a pipeline; list or remove schedules."""
-    from posttrain.cli.tables import print_data
+    from posttrain.cli.tables import print_requested_data
 
     is_new = not arguments.list and arguments.remove is None
     _refuse_wrong_options(arguments, is_new)
@@ -64,7 +64,9 @@ def run_command(arguments: argparse.Namespace) -> int:
     pool = _connect_to_scheduler(output)
     if arguments.list:
         schedules = asyncio.run(_call_prefect(list_all=True))
-        if not print_data(arguments, schedules, [_build_row(schedule) for schedule in schedules]):
+        if not print_requested_data(
+            arguments, schedules, [_build_row(schedule) for schedule in schedules]
+        ):
             print(_format_schedules(schedules))
         return 0
     if arguments.remove is not None:
@@ -72,7 +74,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     assert settings is not None
     overrides = [*arguments.set, f"output={json.dumps(str(output.resolve()))}"]  # VALUE is YAML
-    schedule = asyncio.run(
+    schedule, replaced = asyncio.run(
         _call_prefect(
             create={
                 "pipeline": settings.name,
@@ -85,9 +87,12 @@ def run_command(arguments: argparse.Namespace) -> int:
             }
         )
     )
-    if not print_data(arguments, schedule, [_build_row(schedule)]):
+    if not print_requested_data(arguments, schedule, [_build_row(schedule)]):
         remove = format_posttrain_command(f"schedule --remove {schedule.name}", output)
         print(f"{schedule.name}: {schedule.flow} {schedule.config}, cron '{schedule.cron}'")
+        if replaced is not None:
+            zone = replaced.timezone
+            print(f"  replaces {replaced.config}, cron '{replaced.cron}' ({zone})")
         print("\n".join(f"  next   {time}" for time in schedule.next_times))
         print(f"`{remove}` removes it; it runs while `posttrain up` does")
     return 0
@@ -102,6 +107,13 @@ def _refuse_wrong_options(arguments: argparse.Namespace, is_new: bool) -> None:
     if is_new and arguments.cron is None:
         raise SettingsError(
             f'--cron is missing: for 02:00 every day, posttrain schedule {arguments.config} --cron "0 2 * * *"'
+        )
+    from tasks.config.displayed_settings import list_secret_overrides
+
+    if secrets := list_secret_overrides(arguments.set):
+        raise SettingsError(
+            f"--set {secrets[0]}: a secret, which Prefect would store as text; write it into the configuration, which "
+            "is read at each run, or read it there from an environment variable"
         )
     if not is_new and arguments.cron is not None:
         raise SettingsError("--cron: is for a new schedule; leave out --list and --remove")
@@ -129,19 +141,28 @@ def _connect_to_scheduler(output: Path) -> str:
 async def _call_prefect(
     *, create: dict[str, Any] | None = None, remove: str = "", list_all: bool = False
 ) -> Any:
-    """Create, remove or list schedules at the configured Prefect server."""
+    """Create, remove or list schedules at the configured Prefect server. Raises: BackendError if it refuses."""
+    import httpx
     from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectException
 
     from posttrain.operations import schedules
 
-    async with get_client() as client:
-        if list_all:
-            return await schedules.list_schedules(client)
-        if remove:
-            return await schedules.remove_schedule(client, remove)
-        assert create is not None
-        config = schedules.resolve_config_parameter(create.pop("config"))
-        return await schedules.create_schedule(client, config=config, **create)
+    try:
+        async with get_client() as client:
+            if list_all:
+                return await schedules.list_schedules(client)
+            if remove:
+                return await schedules.remove_schedule(client, remove)
+            assert create is not None
+            config = schedules.resolve_config_parameter(create.pop("config"))
+            return await schedules.create_schedule(client, config=config, **create)
+    except (httpx.HTTPError, PrefectException) as error:
+        # ObjectNotFound has its reason in `http_exc`.
+        reason = " ".join(str(getattr(error, "http_exc", error)).split())
+        raise BackendError(
+            f"Prefect refuses or does not answer ({type(error).__name__}: {reason}); `posttrain status` shows its state"
+        ) from error
 
 
 def _build_row(schedule: Schedule) -> dict[str, str]:

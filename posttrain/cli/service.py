@@ -151,10 +151,10 @@ def _print_table(
     empty_message: str,
 ) -> None:
     """Print rows as a table, or with `--json` or `--csv` as records with the titles as keys."""
-    from posttrain.cli.tables import format_table, print_data
+    from posttrain.cli.tables import format_table, print_requested_data
 
     keys = [title.lower().replace(" ", "_") for title in titles]
-    if print_data(arguments, [dict(zip(keys, row, strict=True)) for row in rows]):
+    if print_requested_data(arguments, [dict(zip(keys, row, strict=True)) for row in rows]):
         return
     if not rows:
         print(empty_message)

@@ -19,11 +19,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Print the state of the servers of `up`."""
-    from posttrain.cli.tables import print_data
+    from posttrain.cli.tables import print_requested_data
     from posttrain.operations.commands import describe_status
 
     run_setup.refuse_unreadable_folder(arguments.output)
     record, text, is_up = describe_status(Path(arguments.output))
-    if not print_data(arguments, record, record.get("services", [])):
+    if not print_requested_data(arguments, record, record.get("services", [])):
         print(text)
     return 0 if is_up else 1

@@ -58,9 +58,9 @@ def run_command(arguments: argparse.Namespace) -> int:
         pipelines=arguments.pipeline,
         delete=arguments.yes,
     )
-    from posttrain.cli.tables import print_data
+    from posttrain.cli.tables import print_requested_data
 
-    if not print_data(arguments, report.to_record()):
+    if not print_requested_data(arguments, report.to_record()):
         run_setup.print_wrapped(report.format_text())
     return 0
 

@@ -10,7 +10,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from flows.runtime.terminal import (
@@ -31,8 +30,8 @@ RunRow = dict[str, str]
 def print_json(record: Any) -> None:
     """Print a record as JSON: the form of every `--json`.
 
-    Numbers that JSON lacks (nan, inf) are null, paths are text, and all characters are ASCII, so that any terminal
-    encoding carries them.
+    Numbers that JSON lacks (nan, inf) are null, paths and dates are text, and all characters are ASCII, so that any
+    terminal encoding carries them.
     """
     print(json.dumps(convert_to_json(record), indent=1, allow_nan=False))
 
@@ -47,9 +46,11 @@ def convert_to_json(value: Any) -> Any:
         return [convert_to_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, PurePath):
-        return str(value)
-    return value
+    if value is None or isinstance(value, str | int):
+        return value
+    if callable(getattr(value, "item", None)):  # a number of numpy or torch
+        return convert_to_json(value.item())
+    return str(value)  # a path, a date
 
 
 def print_csv(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -73,10 +74,10 @@ def _flatten_row(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def print_data(
+def print_requested_data(
     arguments: argparse.Namespace, record: Any, rows: Sequence[Mapping[str, Any]] | None = None
 ) -> bool:
-    """Print data as `--json` or `--csv` ask; return False if neither is set.
+    """Print data if `--json` or `--csv` requests it; return whether one of them does.
 
     Args:
         rows: of the table; None = the record is the list of rows.

@@ -27,7 +27,7 @@ from flows.runtime.embedded_server import locate_database
 from flows.runtime.prefect_access import build_python_path
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument, parse_port
-from rl_core.errors import BackendError, SettingsError
+from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.json_client import find_health_problem
 from rl_core.processes.children import kill_group, signal_group, start_child
 from rl_core.storage.atomic_files import make_folder, protect_database
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0  # a first start creates databases
 STOP_SECONDS = 8.0  # grace period before the group is killed
 MAX_PORTS_TRIED = 100
-LIVE_PAGE_PORT = 7860
+LIVE_PAGE_HINT = "the live page needs posttrain[monitor]: pip install 'posttrain[monitor]'"
 
 PageName = Literal["live", "mlflow", "prefect"]
 
@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{page}", action="store_true", help=f"serve {help_text}")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback)"
+        "--host",
+        default="127.0.0.1",
+        help="address of MLflow and Prefect (default: 127.0.0.1, loopback)",
     )
     parser.add_argument(
         "--port",
@@ -85,23 +87,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--export",
         metavar="FOLDER",
-        help="write the run as CSV and JSON into FOLDER instead of serving pages",
+        help="write the run (of a configuration: its newest run) as CSV and JSON into FOLDER instead of serving pages",
     )
 
 
 def run_command(arguments: argparse.Namespace) -> int:
     """Serve the chosen pages until Ctrl-C, or export a run as files."""
+    check_loopback_host(arguments.host)
     target = run_setup.resolve_target(arguments)
-    run = "" if target.record is None else f"{target.record.pipeline}/{target.record.folder.name}"
+    if target.run is not None:
+        from tasks.tracking.run_ids import refuse_sweep
+
+        refuse_sweep(target.run)
+    run = "" if target.run is None else target.run.short_id
     if arguments.export is not None:
         from posttrain.monitor.server import export_run_files
 
+        if target.settings is not None:
+            run = _find_newest_run(target.output, target.settings.name)
         for path in export_run_files(target.output, run, Path(arguments.export)):
             print(path)
         return 0
     pages = [page for page in get_args(PageName) if getattr(arguments, page)]
     has_live_page = importlib.util.find_spec("gradio") is not None
     wants_live_page = "live" in pages or (not pages and has_live_page)
+    if "live" in pages and not has_live_page:
+        raise SettingsError(LIVE_PAGE_HINT)
     if pages == ["live"]:
         return _serve_live_page(target.output, run, arguments.port)
     from posttrain.operations.connection import find_running_servers, format_links
@@ -109,7 +120,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if not pages:
         pages = ["mlflow", "prefect"]
         if not has_live_page:
-            print("live     not installed: pip install 'posttrain[monitor]'", file=sys.stderr)
+            print(f"posttrain: {LIVE_PAGE_HINT}", file=sys.stderr)
     state = find_running_servers(target.output)
     if state is not None:
         print(f"`posttrain up` serves these:\n{format_links(state, target.output)}", flush=True)
@@ -117,7 +128,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         wants_live_page &= all(service.name != "monitor" for service in state.services)
     pages = [page for page in pages if page != "live"]
     if pages:
-        serve_tracking_pages(
+        serve_web_pages(
             target.output,
             target.tracking_uri,
             host=arguments.host,
@@ -131,6 +142,19 @@ def run_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _find_newest_run(output: Path, pipeline: str) -> str:
+    """Return the short id of a pipeline's newest run. Raises: DataError without runs."""
+    from tasks.tracking.run_ids import list_named_runs
+
+    runs = list_named_runs(output.resolve())
+    newest = [run.short_id for run in runs if run.is_pipeline and run.pipeline == pipeline]
+    if not newest:
+        raise DataError(
+            f"no runs of '{pipeline}' in {output.resolve()}; name another run to export"
+        )
+    return newest[-1]
+
+
 def _serve_live_page(output: Path, run: str, port: int | None) -> int:
     from posttrain.monitor.server import serve_page
 
@@ -142,7 +166,7 @@ def _serve_live_page(output: Path, run: str, port: int | None) -> int:
 class LivePageOptions:
     """Options of the live page."""
 
-    run: str = ""  # PIPELINE/FOLDER of the run to show; "" = follow the newest
+    run: str = ""  # short id of the run to show; "" = follow the newest
     port: int | None = None  # None = the default one, or the next free one
 
 
@@ -176,8 +200,16 @@ class PageServer:
             )
 
 
+def check_loopback_host(host: str) -> None:
+    """Refuse an address that other machines reach. Raises: SettingsError."""
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        raise SettingsError(
+            f"host: '{host}' is not loopback; the MLflow page asks for no password, so use an SSH tunnel"
+        )
+
+
 class PageServers:
-    """Context manager that serves both pages."""
+    """Context manager that serves the web pages; each is a child process, started in the order of `pages`."""
 
     def __init__(
         self,
@@ -191,12 +223,10 @@ class PageServers:
         live_options: LivePageOptions | None = None,
     ) -> None:
         """Configure the pages; nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
+        from posttrain.monitor.server import DEFAULT_PORT
         from tasks.tracking import Tracking
 
-        if host not in ("127.0.0.1", "localhost", "::1"):
-            raise SettingsError(
-                f"host: '{host}' is not loopback; the MLflow page asks for no password, so use an SSH tunnel"
-            )
+        check_loopback_host(host)
         self.output, self.host = Path(output).resolve(), host
         self._tracking = Tracking(tracking_uri, self.output)
         self._live = live_options or LivePageOptions()
@@ -204,7 +234,7 @@ class PageServers:
         self._ports = {
             "MLflow": mlflow_port,
             "Prefect": prefect_port,
-            "live": self._live.port or LIVE_PAGE_PORT,
+            "live": self._live.port or DEFAULT_PORT,
         }
         self._reserved_ports: set[int] = set()
         self.services: list[PageServer] = []
@@ -233,7 +263,9 @@ class PageServers:
         self.stop_processes()
 
     def _start_live_page(self) -> PageServer:
-        service = self._build_service("live", "/healthz")
+        from posttrain.web.server_setup import LOOPBACK_HOST
+
+        service = self._build_service("live", "/healthz", LOOPBACK_HOST)  # its only address
         command = ["posttrain.cli.main", "ui", "--live", "--output", str(self.output)]
         command += ["--port", str(self._ports["live"])]
         if self._live.run:
@@ -266,7 +298,7 @@ class PageServers:
             "--workers",
             "1",
             "--allowed-hosts",
-            f"{self._format_netloc(port)},127.0.0.1:{port},localhost:{port}",
+            f"{_format_netloc(self.host, port)},127.0.0.1:{port},localhost:{port}",
             "--cors-allowed-origins",
             prefect_access.format_loopback_origins(port),
             *build_server_options(),
@@ -309,13 +341,11 @@ class PageServers:
         self._start_process(service, command, environment)
         return service
 
-    def _format_netloc(self, port: int) -> str:
-        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
-
-    def _build_service(self, name: str, health: str) -> PageServer:
+    def _build_service(self, name: str, health: str, host: str = "") -> PageServer:
+        host = host or self.host
         preferred = self._ports[name]
-        port = self._ports[name] = self._find_free_port(preferred)
-        url = f"http://{self._format_netloc(port)}"
+        port = self._ports[name] = self._find_free_port(host, preferred)
+        url = f"http://{_format_netloc(host, port)}"
         service = PageServer(
             name, url, url + health, self.output / "logs" / f"{name.lower()}-ui.log"
         )
@@ -323,14 +353,14 @@ class PageServers:
             service.notes.append(f"(port {preferred} is taken)")
         return service
 
-    def _find_free_port(self, preferred: int) -> int:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+    def _find_free_port(self, host: str, preferred: int) -> int:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         for port in range(preferred, min(65536, preferred + MAX_PORTS_TRIED)):
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 # Like servers: a port with connections in TIME_WAIT counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
-                    probe.bind((self.host, port))
+                    probe.bind((host, port))
                 except PermissionError as error:
                     raise SettingsError(
                         f"port {preferred}: {error.strerror}; use one above 1023"
@@ -341,7 +371,7 @@ class PageServers:
                 self._reserved_ports.add(port)
                 return port
         raise BackendError(
-            f"no free port on {self.host} from {preferred} on; name another with --port, --mlflow-port or "
+            f"no free port on {host} from {preferred} on; name another with --port, --mlflow-port or "
             "--prefect-port"
         )
 
@@ -380,7 +410,7 @@ class PageServers:
             time.sleep(0.5)
 
     def stop_processes(self) -> None:
-        """Terminate both process groups, with SIGKILL after the grace period."""
+        """Terminate the process groups of all pages, with SIGKILL after the grace period."""
         running = [service.process for service in self.services if service.process is not None]
         for process in running:
             signal_group(process, signal.SIGTERM)
@@ -395,6 +425,10 @@ class PageServers:
                 time.sleep(0.05)
             kill_group(process)
         self.services = []
+
+
+def _format_netloc(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _select_forced_variables(environment: dict[str, str]) -> dict[str, str]:
@@ -415,7 +449,7 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def serve_tracking_pages(
+def serve_web_pages(
     output: Path,
     tracking_uri: str | None = None,
     *,

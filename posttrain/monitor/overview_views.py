@@ -180,7 +180,7 @@ def find_heldout_success(run: RunView, label: str) -> float | None:
 def build_headline_tiles(run: RunView, stage: StageView | None) -> dict[str, Any] | None:
     """Build tiles of results if a run is over and was evaluated, else of its stage's numbers; None without any."""
     items: list[dict[str, str]] = []
-    if run.is_over or run.status == "waiting":
+    if run.has_process_ended:
         items = _build_result_tiles(run)
     if not items and stage is not None:
         items = _build_current_tiles(stage)

@@ -25,6 +25,7 @@ from posttrain.monitor.runs import (
     RunView,
     StageView,
     build_run_folder,
+    build_run_id,
     determine_run_status,
     estimate_seconds_left,
     insert_approval_answer,
@@ -192,7 +193,7 @@ class RunReader:
         answer = read_json_object(journal.folder / "run.json").get("answer")
         answer = answer if isinstance(answer, dict) else {}
         return RunView(
-            id="/".join((pipeline_folder.name, *read_run_path(journal.folder))),
+            id=build_run_id(journal.folder),
             group=" · ".join((pipeline_folder.name, *read_run_path(journal.folder)[:-1])),
             started_text=started_text,
             status=status,
@@ -251,7 +252,7 @@ class RunReader:
         if matches:
             return matches[0]
         names = [run.id for run in runs] + [run.group for run in runs]
-        raise SettingsError(f"--run: no run '{name}' in {self.output}: {suggest_name(name, names)}")
+        raise SettingsError(f"no run '{name}' in {self.output}: {suggest_name(name, names)}")
 
     def load_run(self, identity: str) -> RunView | None:
         """Load a run with its stages and metrics; "" = the newest. Return None if it does not exist (any more)."""

@@ -198,6 +198,11 @@ class RunView:
         """True = the run has ended."""
         return self.status in ("finished", "postponed", "failed", "stopped", "killed")
 
+    @property
+    def has_process_ended(self) -> bool:
+        """True = its process has reported its end: the run is over, or waits for a person's approval."""
+        return self.is_over or self.status == "waiting"
+
     def find_stage(self, label: str) -> StageView | None:
         """Find a stage by name; "" = the training stage, else the last that trained."""
         if label:
@@ -229,8 +234,15 @@ def read_run_path(run_folder: Path) -> tuple[str, ...]:
     return (run_folder.name,)
 
 
+def build_run_id(run_folder: Path) -> str:
+    """Build the id of a run of the output folder: PIPELINE/STARTED, or PIPELINE/SWEEP/TRIAL/STARTED."""
+    path = read_run_path(run_folder)
+    pipeline_folder = run_folder.parents[1 if len(path) == 1 else 5]
+    return "/".join((pipeline_folder.name, *path))
+
+
 def build_run_folder(output: Path, identity: str) -> Path:
-    """Return the folder of the run with this id: the inverse of `read_run_path`."""
+    """Return the folder of the run with this id: the inverse of `build_run_id`."""
     pipeline, *home, started = identity.split("/") if "/" in identity else (identity, "")
     if len(home) == 2:
         return output / pipeline / "sweeps" / home[0] / "trials" / home[1] / "runs" / started

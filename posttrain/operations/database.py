@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import BackendError, SettingsError
+from rl_core.processes.children import START_LINE
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
@@ -199,9 +200,11 @@ def describe_sqlite_locks(output: Path, look_s: float = LOCK_LOOK_SECONDS) -> li
         ]
     for name in ("prefect", "mlflow"):
         log = output / "logs" / f"{name}.log"
-        if count := _count_in_tail(log, LOCK_MESSAGE):
+        if count := _count_since_start(log, LOCK_MESSAGE):
             times = "once" if count == 1 else f"{count} times"
-            lines.append(f"{name} reported 'database is locked' {times} (log: {log})")
+            lines.append(
+                f"{name} reported 'database is locked' {times} since its start (log: {log})"
+            )
     return [*lines, POSTGRES_ADVICE] if lines else []
 
 
@@ -243,11 +246,11 @@ def _describe_process(pid: int) -> str:
     return f"process {pid} ({command[:80]})" if command else f"process {pid}"
 
 
-def _count_in_tail(path: Path, text: bytes) -> int:
-    """Count a text in the newest part of a file; 0 without the file."""
+def _count_since_start(log: Path, text: bytes) -> int:
+    """Count a text in the newest part of a server's log, from the server's last start on; 0 without the file."""
     try:
-        with path.open("rb") as file:
+        with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - LOG_TAIL_BYTES))
-            return file.read().count(text)
+            return file.read().rpartition(START_LINE.encode())[2].count(text)
     except OSError:
         return 0

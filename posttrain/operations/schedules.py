@@ -56,7 +56,7 @@ def check_cron(cron: str, timezone: str) -> None:
     """Check a cron expression and its time zone, without Prefect. Raises: SettingsError that names the wrong field."""
     try:
         ZoneInfo(timezone)
-    except (ZoneInfoNotFoundError, ValueError):
+    except (ZoneInfoNotFoundError, ValueError, OSError):  # OSError: a folder, or too long a name
         raise SettingsError(
             f"--timezone: '{timezone}' is no time zone; name one like UTC or Europe/Berlin"
         ) from None
@@ -95,6 +95,8 @@ def _check_cron_part(
         else:
             values = f"{low} to {high}" + (f" or {names[0]} to {names[-1]}" if names else "")
             raise SettingsError(f"--cron: '{cron}': {field} is '{text}', not {values}")
+    if high == len(_DAYS) and bounds[-1] == 0 and len(bounds) == 2:
+        bounds[-1] = high  # sat-sun: Sunday is 7, too
     if len(bounds) == 2 and bounds[0] > bounds[1]:
         raise SettingsError(f"--cron: '{cron}': {field} '{span}' ends before it begins")
 
@@ -134,8 +136,8 @@ async def create_schedule(
     cron: str,
     timezone: str,
     pool: str,
-) -> Schedule:
-    """Create the schedule of a pipeline, or replace the one of its name.
+) -> tuple[Schedule, Schedule | None]:
+    """Create the schedule of a pipeline, or replace the one of its name; return it and the replaced one.
 
     Args:
         config: absolute path of a file, or the name of a shipped one.
@@ -156,6 +158,7 @@ async def create_schedule(
     if flow == "retrain":
         parameters["reason"] = f"schedule {cron}"
     name = resolve_schedule_name(pipeline, flow)
+    replaced = next((old for old in await list_schedules(client) if old.name == name), None)
     await client.create_deployment(
         flow_id=await client.create_flow_from_name(function.name),
         name=name,
@@ -175,7 +178,7 @@ async def create_schedule(
         job_variables={"working_dir": os.getcwd(), "env": _build_run_environment()},
         tags=[SCHEDULE_TAG],
     )
-    return Schedule(name, function.name, config, cron, timezone, True, next_times)
+    return Schedule(name, function.name, config, cron, timezone, True, next_times), replaced
 
 
 def _build_run_environment() -> dict[str, str]:

@@ -23,6 +23,7 @@ from rl_core.storage.atomic_files import make_folder, open_log_file
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 KEEPER_SCRIPT = Path(__file__).with_name("subreaper.py")
 MAX_SERVER_LOG_BYTES = 20 * 2**20
+START_LINE = "--- started "  # begins the log of each start
 
 
 @functools.cache
@@ -118,7 +119,7 @@ def spawn_server(
         [*keeper, str(lead), str(soft), str(grace), *command],
         log=log,
         append_up_to=MAX_SERVER_LOG_BYTES,
-        header=f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n",
+        header=f"{START_LINE}{time.strftime('%Y-%m-%d %H:%M:%S')}\n",
         environment=environment,
         folder=folder,
     )

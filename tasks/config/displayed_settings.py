@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rl_core.settings import Settings
 from tasks.config import dump_settings
+from tasks.config.problems import KeyLocations
 from tasks.config.settings import PipelineSettings, StagesSettings
+from tasks.config.yaml_loader import apply_overrides
 
 MASK = "***"
 _SECRET_WORDS = {
@@ -40,6 +42,15 @@ def mask_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
             "options": _mask_texts(environment["options"], False),
         }
     return values
+
+
+def list_secret_overrides(overrides: Iterable[str]) -> list[str]:
+    """List the dotted keys of `--set` overrides whose text is a secret by the name of its option."""
+    values: dict[str, Any] = {}
+    apply_overrides(
+        values, overrides, KeyLocations("--set")
+    )  # its problems are those of the settings
+    return list_masked_keys(mask_secrets(values))
 
 
 def list_masked_keys(value: Any, prefix: str = "") -> list[str]:

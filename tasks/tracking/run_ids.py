@@ -2,7 +2,7 @@
 
 The key is random, is made when the run begins and never changes, whether or not a tracking store answers. An id has
 four digits, or as many more as distinguish the run from those that began earlier in the output folder: a later run
-never changes the id of an earlier one.
+never changes the id of an earlier one. Removing an earlier run may shorten an id; the longer form stays valid.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ class NamedRun:
     folder: Path | None = None  # of its journal; None = not in the output folder
     run_id: str = ""  # of MLflow, if known
     is_pipeline: bool = True  # False = a sweep or one of its trials
+
+    @property
+    def is_sweep(self) -> bool:
+        """True = a sweep, whose trials are the runs."""
+        return self.folder is not None and self.folder.parent.name == "sweeps"
 
 
 def list_named_runs(output: Path) -> list[NamedRun]:
@@ -85,8 +90,10 @@ def find_named_run(runs: Sequence[NamedRun], text: str, place: object) -> NamedR
     Args:
         runs: oldest first.
         place: the output folder, for the message.
-    Raises: DataError for an unknown or ambiguous name, with near matches.
+    Raises: DataError for an empty, unknown or ambiguous name, with near matches.
     """
+    if not text.strip():
+        raise DataError("the name of the run is empty; `posttrain runs` lists the runs")
     exact = [run for run in runs if text in (run.short_id, run.name, run.key, run.run_id)]
     if exact:
         return exact[-1]
@@ -112,14 +119,23 @@ def find_named_run(runs: Sequence[NamedRun], text: str, place: object) -> NamedR
     raise DataError(describe_unknown_run(runs, text, place))
 
 
+def refuse_sweep(run: NamedRun) -> None:
+    """Refuse a sweep where one run is needed. Raises: DataError."""
+    if run.is_sweep:
+        raise DataError(
+            f"'{run.short_id}' is a sweep, which has no stages; name one of its trials (posttrain runs)"
+        )
+
+
 def describe_unknown_run(runs: Sequence[NamedRun], text: str, place: object) -> str:
     """Describe in one line that there is no such run, with near matches and what to do."""
     if not runs:
         return (
             f"no run '{text}': there are no runs in {place}; name the output folder with --output"
         )
-    pipeline = text.rpartition("-")[0]
-    newest = [run.short_id for run in reversed(runs) if run.pipeline in (text, pipeline)][:3]
+    pipelines = (text, text.rpartition("-")[0])
+    pipeline = next((run.pipeline for run in reversed(runs) if run.pipeline in pipelines), "")
+    newest = [run.short_id for run in reversed(runs) if run.pipeline == pipeline][:3]
     hint = f"newest runs of {pipeline}: {', '.join(newest)}"
     if not newest:
         names = [name for run in runs for name in (run.short_id, run.name, run.pipeline)]

@@ -64,6 +64,8 @@ def read_stored_runs(uri: str, limit: int) -> list[TrackedRun] | None:
                 None  # another version, or an account that is missing: MLflow's client says which
             )
         raise BackendError(f"{uri} could not list runs: {error.reason}") from error
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None  # not a response of MLflow, but of a login page or another service
 
 
 def _read_sqlite_runs(path: Path, limit: int) -> list[TrackedRun] | None:
@@ -79,6 +81,7 @@ def _read_sqlite_runs(path: Path, limit: int) -> list[TrackedRun] | None:
         with contextlib.closing(
             sqlite3.connect(address, uri=True, timeout=SQLITE_SECONDS)
         ) as database:
+            database.execute("BEGIN")  # all tables of one moment, while runs begin
             rows = database.execute(
                 "SELECT run_uuid, name, status, start_time, end_time, experiment_id FROM runs "
                 f"WHERE run_uuid IN ({newest}) ORDER BY start_time DESC, run_uuid",

@@ -144,7 +144,7 @@ def test_the_pages_of_ui_are_started_with_it(tmp_path, monkeypatch):
     )
     pages = PageServers(tmp_path, mlflow_port=0, prefect_port=0)
     pages._ports = {"MLflow": 5678, "Prefect": 4567}
-    monkeypatch.setattr(pages, "_find_free_port", lambda wanted: wanted)
+    monkeypatch.setattr(pages, "_find_free_port", lambda host, wanted: wanted)
     pages._start_mlflow(), pages._start_prefect()
     arguments, environment, service = started["Prefect"]
     assert environment["PREFECT_SERVER_API_AUTH_STRING"] == load_or_create_password(tmp_path)

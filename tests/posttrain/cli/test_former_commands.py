@@ -1,15 +1,20 @@
 """Commands and options of the last release: they run, and say the new form in one line on standard error."""
 
+import datetime
 import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import ROOT
 
 from posttrain.cli import main as cli
 from posttrain.cli.former_commands import FORMER_COMMANDS, translate_command
+from posttrain.cli.tables import print_json
+from tasks.tracking import Tracking
 
 LINES = {
     "stage policy demo --model m --fresh": "run demo --only policy --model m --fresh",
@@ -151,3 +156,83 @@ def test_a_script_with_set_e_and_a_closed_pipe_gets_valid_output(tmp_path):
     ]
     assert json.loads((tmp_path / "runs.json").read_text()) == []
     assert {"name", "group"} <= set(json.loads((tmp_path / "faults.json").read_text())[0])
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Return the short ids of a run of `demo` and of a later one of `other`."""
+    ids = []
+    for pipeline in ("demo", "other"):
+        run = Tracking(None, tmp_path, pipeline).start_run(
+            f"{pipeline} · 2026-11-29 04:01:19",
+            tmp_path / pipeline / "runs" / "2026-11-29-04-01-19",
+            tags={"kind": "pipeline", "pipeline": pipeline},
+        )
+        run.close()
+        ids.append((f"{pipeline}-{run.key[:4]}", run.run_id))
+    return ids
+
+
+def test_the_run_of_the_former_monitor_stays_the_run_although_a_configuration_has_its_name(
+    runs, tmp_path, capsys
+):
+    (short_id, _), _ = runs
+    for name in ("demo", "demo/2026-11-29-04-01-19", "demo/2026", short_id):
+        words = ["monitor", "--run", name, "--output", str(tmp_path)]
+        expected = ["ui", short_id, "--live", "--output", str(tmp_path)]
+        assert translate_command(cli.build_parser(words), words) == expected
+    words = ["monitor", "--run", "dmeo", "--output", str(tmp_path)]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        translate_command(cli.build_parser(words), words)
+    assert end.value.code == 2
+    assert "no run 'dmeo' in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "new"),
+    [
+        (["compare", "a", "b", "--config", "mine.yaml"], "compare a b --output results"),
+        (["resume", "-c", "mine.yaml"], "resume --output results"),
+        (["compare", "--models", "a", "b", "-c", "mine.yaml"], "compare mine.yaml --models a b"),
+    ],
+)
+def test_the_former_configuration_of_runs_is_now_its_output_folder(
+    words, new, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("name: mine\noutput: results\nstages: {sft: {}}\n")
+    cli.main(words)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == f"posttrain: --config is now: posttrain {new}"
+
+
+@pytest.mark.parametrize("option", ["--approve", "--reject"])
+def test_an_empty_run_is_no_request_for_the_previous_champion(option, monkeypatch, capsys):
+    def refuse(*_):
+        raise AssertionError("the champion moved")
+
+    monkeypatch.setattr("tasks.lifecycle.promotion.promote_version", refuse)
+    assert cli.main(["promote", "demo", option, "", "--note", "worse"]) == 2
+    error = capsys.readouterr().err
+    assert "the name of the run is empty" in error and error.count("\n") == 1
+
+
+def test_json_carries_numbers_of_numpy_and_dates(capsys):
+    record = {
+        "step": np.int64(3),
+        "loss": np.float32(0.5),
+        "bad": np.float64("nan"),
+        "is_over": np.True_,
+        "day": datetime.date(2026, 11, 29),
+        "path": Path("a/b"),
+    }
+    print_json(record)
+    assert json.loads(capsys.readouterr().out) == {
+        "step": 3,
+        "loss": 0.5,
+        "bad": None,
+        "is_over": True,
+        "day": "2026-11-29",
+        "path": "a/b",
+    }

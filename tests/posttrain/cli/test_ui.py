@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,12 +10,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from posttrain.cli import ui
+from posttrain.cli.main import main
 from posttrain.cli.ui import PageServer, PageServers
 from rl_core.errors import BackendError, SettingsError
 from rl_core.processes.children import signal_group
+from tasks.tracking import Tracking
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +114,8 @@ def list_members(session_leaders: set[int]) -> list[int]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_both_pages_answer_and_nothing_is_left_behind(tmp_path, number):
     code = (
-        "import sys; from pathlib import Path; from posttrain.cli.ui import serve_tracking_pages\n"
-        "serve_tracking_pages(Path(sys.argv[1]), mlflow_port=15000, prefect_port=14200)"
+        "import sys; from pathlib import Path; from posttrain.cli.ui import serve_web_pages\n"
+        "serve_web_pages(Path(sys.argv[1]), mlflow_port=15000, prefect_port=14200)"
     )
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}
     pages = subprocess.Popen(
@@ -137,3 +142,64 @@ def test_both_pages_answer_and_nothing_is_left_behind(tmp_path, number):
     while list_members(children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert list_members(children) == []
+
+
+def start_run(output, pipeline, second):
+    folder = output / pipeline / "runs" / f"2026-11-29-04-01-{second:02d}"
+    run = Tracking(None, output, pipeline).start_run(
+        f"{pipeline} · 2026-11-29 04:01:{second:02d}",
+        folder,
+        tags={"kind": "pipeline", "pipeline": pipeline},
+    )
+    run.close()
+    return f"{pipeline}-{run.key[:4]}"
+
+
+def test_the_child_of_the_live_page_gets_a_run_that_it_finds(tmp_path, monkeypatch):
+    served, commands = [], []
+    short_id = start_run(tmp_path, "mini", 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(
+        ui, "serve_web_pages", lambda output, uri, **options: served.append(options)
+    )
+    assert main(["ui", "mini", "--output", str(tmp_path)]) == 0
+    (options,) = served
+    assert options["pages"] == ["live", "mlflow", "prefect"]
+    pages = PageServers(tmp_path, live_options=options["live_options"])
+    monkeypatch.setattr(
+        pages, "_start_process", lambda service, command, environment: commands.append(command)
+    )
+    pages._start_live_page()
+    monkeypatch.setattr(ui, "_serve_live_page", lambda output, run, port: served.append(run) or 0)
+    assert main(commands[0][1:]) == 0  # what the child runs
+    assert served[-1] == short_id
+
+
+def test_the_live_page_is_asked_at_its_only_address(tmp_path, monkeypatch):
+    pages = PageServers(tmp_path, host="::1")
+    monkeypatch.setattr(pages, "_start_process", lambda *_: None)
+    assert pages._start_live_page().health.startswith("http://127.0.0.1:")
+    assert pages._build_service("Prefect", "/api/health").url.startswith("http://[::1]:")
+
+
+def test_without_gradio_one_line_says_what_the_live_page_needs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(ui, "serve_web_pages", lambda *_, **options: print(options["pages"]))
+    hint = "posttrain: the live page needs posttrain[monitor]: pip install 'posttrain[monitor]'\n"
+    assert main(["ui", "--output", str(tmp_path)]) == 0
+    assert capsys.readouterr() == ("['mlflow', 'prefect']\n", hint)
+    assert main(["ui", "--live", "--mlflow", "--output", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "the live page needs posttrain[monitor]" in captured.err
+
+
+def test_the_export_of_a_configuration_is_its_newest_run_not_that_of_another(tmp_path, capsys):
+    words = ["ui", "test", "--output", str(tmp_path), "--export", str(tmp_path / "numbers")]
+    start_run(tmp_path, "other", 1)
+    assert main(words) == 2
+    assert "no runs of 'test' in" in capsys.readouterr().err
+    start_run(tmp_path, "test", 2)
+    start_run(tmp_path, "other", 3)
+    assert main(words) == 0
+    exported = json.loads((tmp_path / "numbers" / "run.json").read_text())
+    assert exported["run"] == "test/2026-11-29-04-01-02"

@@ -261,7 +261,7 @@ def test_a_run_is_selected_by_its_names(tmp_path):
     assert (
         reader.resolve_run_id("2027-01-15 08:00:00") == "other/2027-01-15-08-00-00"
     )  # the newest match
-    with pytest.raises(SettingsError, match=r"--run: no run 'demmo'.*did you mean 'demo'\?"):
+    with pytest.raises(SettingsError, match=r"no run 'demmo'.*did you mean 'demo'\?"):
         reader.resolve_run_id("demmo")
     with pytest.raises(SettingsError, match="none are known"):
         RunReader(tmp_path / "empty").resolve_run_id("demo")

@@ -2,9 +2,11 @@
 
 import datetime
 import sqlite3
+import sys
 from types import SimpleNamespace
 
 import pytest
+from prefect.exceptions import ObjectNotFound
 
 from posttrain.cli import main as cli
 from posttrain.operations import database
@@ -16,6 +18,7 @@ from posttrain.operations.schedules import (
     resolve_schedule_name,
 )
 from rl_core.errors import DataError, SettingsError
+from rl_core.processes.children import spawn_server
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,8 @@ from rl_core.errors import DataError, SettingsError
         ("0 2 * *", "has 4 fields, not 5"),
         ("*/0 * * * *", "minute '\\*/0': a step is a number above 0"),
         ("30-10 * * * *", "minute '30-10' ends before it begins"),
+        ("0 2 * * sun-0-1", "day of the week is '0-1'"),
+        ("0 2 * * fri-mon", "day of the week 'fri-mon' ends before it begins"),
         ("@dayly", "did you mean '@daily'"),
         ("", "has 0 fields, not 5"),
     ],
@@ -40,10 +45,17 @@ def test_a_wrong_cron_is_refused_by_the_name_of_its_field(cron, message):
 
 
 def test_right_crons_and_zones():
-    for cron in ("0 2 * * *", "*/15 8-18 1,15 jan-mar mon-fri", "0 0 * * 7", "@daily"):
+    for cron in (
+        "0 2 * * *",
+        "*/15 8-18 1,15 jan-mar mon-fri",
+        "0 0 * * 7",
+        "0 2 * * sat-sun",
+        "@daily",
+    ):
         check_cron(cron, "Europe/Berlin")
-    with pytest.raises(SettingsError, match="'Mars/Base' is no time zone"):
-        check_cron("0 2 * * *", "Mars/Base")
+    for zone in ("Mars/Base", "Europe", "x" * 300):  # no zone, a folder of zones, too long a name
+        with pytest.raises(SettingsError, match=f"'{zone}' is no time zone"):
+            check_cron("0 2 * * *", zone)
 
 
 def test_the_next_three_times_are_those_of_the_zone():
@@ -67,11 +79,72 @@ def test_refusals_of_the_command(tmp_path, monkeypatch, capsys):
         (["schedule", "--list", "--cron", "0 2 * * *"], 2, "is for a new schedule"),
         (["schedule", "demo", "--cron", "0 2 * * *"], 1, "start them: posttrain up --detach"),
         (["schedule", "--list"], 1, "which do not run for"),
+        (
+            [*["schedule", "demo", "--cron", "@daily", "--set"], "environment.options.api_key=abc"],
+            2,
+            "--set environment.options.api_key: a secret, which Prefect would store",
+        ),
+        (
+            [
+                *["schedule", "demo", "--cron", "@daily", "--set"],
+                "environment={options: {token: abc}}",
+            ],
+            2,
+            "--set environment.options.token: a secret",
+        ),
     ):
         assert cli.main(words) == code, words
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1, words
     assert list(tmp_path.iterdir()) == []
+
+
+class Prefect:
+    """Stand-in for Prefect's server, with the deployments that it was asked to create."""
+
+    def __init__(self):
+        self.deployments = []
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def create_flow_from_name(self, name):
+        return name
+
+    async def read_flow(self, flow_id):
+        return SimpleNamespace(name=flow_id)
+
+    async def read_deployments(self, *, deployment_filter, limit, offset):
+        return self.deployments[offset:]
+
+    async def create_deployment(self, **values):
+        if values["work_pool_name"] != "posttrain":
+            raise ObjectNotFound(ValueError("no such pool"))
+        self.deployments = [SimpleNamespace(paused=False, **values)]
+
+
+def test_a_replaced_schedule_is_named_and_a_refusal_is_one_line(tmp_path, monkeypatch, capsys):
+    server, pools = Prefect(), ["posttrain", "posttrain", "gone"]
+    monkeypatch.setattr("prefect.client.orchestration.get_client", lambda: server)
+    monkeypatch.setattr("posttrain.cli.schedule._connect_to_scheduler", lambda _: pools.pop(0))
+    words = ["schedule", "demo", "--output", str(tmp_path), "--cron"]
+    assert cli.main([*words, "0 2 * * *"]) == 0
+    assert "replaces" not in capsys.readouterr().out
+    assert cli.main([*words, "0 14 * * *", "--timezone", "Europe/Berlin"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "demo-retrain: retrain demo, cron '0 14 * * *'",
+        "  replaces demo, cron '0 2 * * *' (UTC)",
+    ]
+    assert cli.main([*words, "0 2 * * *"]) == 1
+    error = capsys.readouterr().err
+    assert (
+        "refuses or does not answer (ObjectNotFound: no such pool)" in error
+        and error.count("\n") == 1
+    )
 
 
 def test_an_unknown_schedule_is_not_removed():
@@ -116,9 +189,16 @@ def test_a_held_lock_and_logged_locks_are_named_with_what_to_do(tmp_path):
     assert first.startswith(f"{path} is locked by process ") and "python" in first
     assert "take PostgreSQL: `posttrain down`, then `posttrain up --database" in advice
     connection.execute("rollback")
-    (tmp_path / "logs" / "prefect.log").write_text("x (sqlite3) database is locked\n" * 3)
+    log = tmp_path / "logs" / "prefect.log"
+    log.write_text("x (sqlite3) database is locked\n" * 3)
     first, _ = database.describe_sqlite_locks(tmp_path, 0.0)
-    assert first.startswith("prefect reported 'database is locked' 3 times (log: ")
+    assert first.startswith("prefect reported 'database is locked' 3 times since its start (log: ")
+    spawn_server([sys.executable, "-c", "print('database is locked')"], None, tmp_path, log).wait(
+        30
+    )
+    first, _ = database.describe_sqlite_locks(tmp_path, 0.0)
+    assert first.startswith("prefect reported 'database is locked' once since its start (log: ")
+    assert log.read_text().count("database is locked") == 4  # three of the earlier start
     connection.close()
 
 

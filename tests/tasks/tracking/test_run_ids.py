@@ -12,6 +12,7 @@ from tasks.tracking.run_ids import (
     assign_short_ids,
     find_named_run,
     list_named_runs,
+    refuse_sweep,
     resolve_run_name,
     shorten_run_name,
 )
@@ -183,3 +184,43 @@ def test_the_live_page_names_runs_by_their_ids(tmp_path):
     (view,) = reader.list_runs()
     assert view.short_id == f"demo-{run.key[:4]}" and view.title.startswith(view.short_id)
     assert reader.resolve_run_id(view.short_id) == view.id
+
+
+def test_an_empty_name_is_refused_and_a_pipeline_of_sweeps_is_named_in_the_hint(tmp_path):
+    runs = name_runs(("demo", "7f3a1111"))
+    for text in ("", "  "):
+        with pytest.raises(DataError, match="the name of the run is empty"):
+            find_named_run(runs, text, "here")
+    folder = tmp_path / "fromstart" / "sweeps" / "7a75cdb394"
+    sweep = NamedRun("", "fromstart", "a sweep", "98a01111", folder=folder, is_pipeline=False)
+    (named,) = assign_short_ids([sweep])
+    with pytest.raises(DataError, match="newest runs of fromstart: fromstart-98a0 "):
+        find_named_run([named], "fromstart", "here")
+    assert named.is_sweep and not runs[0].is_sweep
+    with pytest.raises(DataError, match=r"'fromstart-98a0' is a sweep, .* name one of its trials"):
+        refuse_sweep(named)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "<html>log in</html>",
+        ["another", "service"],
+        {"experiments": [{"name": "without an id"}]},
+        {
+            "experiments": [{"experiment_id": "1"}],
+            "runs": [
+                {
+                    "info": {"run_id": "r", "status": "RUNNING", "experiment_id": "1"},
+                    "data": {"metrics": [{"key": "m", "value": None}]},
+                }
+            ],
+        },
+    ],
+    ids=["text", "list", "no id", "null metric"],
+)
+def test_a_response_that_is_not_that_of_mlflow_is_left_to_its_client(response, monkeypatch):
+    monkeypatch.setattr(
+        "tasks.tracking.run_reading.fetch_json", lambda url, body, timeout_s: response
+    )
+    assert read_stored_runs("http://127.0.0.1:5000", 10) is None
