@@ -3,6 +3,9 @@
 Both are ordinary DataFrames. Only their display differs: long texts are shortened, and a note says what is left out.
 """
 
+# pandas has no types here
+# mypy: allow-subclassing-any, no-warn-return-any
+
 from __future__ import annotations
 
 import html
