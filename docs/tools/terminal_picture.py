@@ -21,7 +21,9 @@ COLUMNS = 98
 HOLD_SECONDS = 8.0  # the end stays
 PROGRESS_SECONDS, LINE_SECONDS = 0.45, 0.12
 _PROGRESS = re.compile(r"^(?:stage \d+/\d+ |evaluate )?([\w ]+): \d+/\d+")
-_LEFT_OUT = re.compile(r"^(?:\S*posttrain run|files|results|Files|Logs|Pages|real\t|user\t|sys\t)")
+_LEFT_OUT = re.compile(
+    r"^(?:\S*posttrain run|files|output |results|Files|Output |Logs|Pages|Web UI|real\t|user\t|sys\t)"
+)
 _FIGURE = re.compile(r"(?<![\d.(])([+-]?\d+(?:\.\d+)?%|[+-]\d+\.\d+ points)")
 
 
