@@ -246,6 +246,7 @@ CLIENT_LIBRARIES = ("urllib.request.", "http.client.", "httpx.", "requests.", "a
 CLIENTS = {
     "rl_core/json_client.py": "the client of this project",
     "rl_core/service/client.py": "public, synchronous and asynchronous; never through a proxy",
+    "posttrain/cli/schedule.py": "opens none; catches what Prefect's client raises",
     "tasks/pipeline/prefect_stages.py": "asks Prefect's API as Prefect's client does, with its TLS settings",
 }
 

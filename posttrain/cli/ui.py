@@ -111,10 +111,10 @@ def run_command(arguments: argparse.Namespace) -> int:
     pages = [page for page in get_args(PageName) if getattr(arguments, page)]
     has_live_page = importlib.util.find_spec("gradio") is not None
     wants_live_page = "live" in pages or (not pages and has_live_page)
+    if pages == ["live"]:  # which checks folder and run before it needs Gradio
+        return _serve_live_page(target.output, run, arguments.port)
     if "live" in pages and not has_live_page:
         raise SettingsError(LIVE_PAGE_HINT)
-    if pages == ["live"]:
-        return _serve_live_page(target.output, run, arguments.port)
     from posttrain.operations.connection import find_running_servers, format_links
 
     if not pages:
