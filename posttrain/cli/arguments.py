@@ -16,7 +16,7 @@ from tasks.stage_registry import list_stage_names
 
 
 class _DefaultFolder(str):
-    """Default of `--output`, told from the same text on the command line by its identity."""
+    """Default of `--output`; `is DEFAULT_OUTPUT` separates it from the same text on the command line."""
 
     __slots__ = ()
 
@@ -80,7 +80,7 @@ def add_output_option(parser: argparse.ArgumentParser) -> None:
 
 
 def has_explicit_output(arguments: argparse.Namespace) -> bool:
-    """Return whether `--output` was given on the command line."""
+    """Return whether the command line has `--output`."""
     return getattr(arguments, "output", DEFAULT_OUTPUT) is not DEFAULT_OUTPUT
 
 

@@ -20,15 +20,7 @@ _MAX_TEXT_CHARACTERS = 160  # of an action or a prompt
 def compare_models(arguments: argparse.Namespace) -> int:
     """Compare the models of `posttrain compare --models`; print the difference. Raises: SettingsError, DataError."""
     target = run_setup.resolve_target(arguments, import_code=True)
-    settings = target.settings
-    if settings is None:
-        from posttrain.cli.recorded_settings import load_newest_run_settings, load_recorded_settings
-
-        settings = (
-            load_newest_run_settings(target.output)
-            if target.record is None
-            else load_recorded_settings(target.record, target.output, is_resumed=False)
-        )
+    settings = run_setup.load_target_settings(target)
     models = resolve_diffed_models(settings, tuple(arguments.models))
     run_setup.refuse_unknown_models(settings, *models.values())
     run_setup.configure_prefect(settings)

@@ -50,7 +50,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     run_setup.refuse_unreadable_folder(output)
     reader, identity = open_run(output, arguments.run)
     view = reader.load_run(identity)
-    assert view is not None  # found a moment ago
+    assert view is not None  # `resolve_run_id` has listed it
     pages = dict(list_pages(view))
     if not print_requested_data(arguments, {"id": view.short_id, "run": view.id, "pages": pages}):
         for name, link in pages.items():

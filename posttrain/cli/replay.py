@@ -55,15 +55,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if arguments.episode is None and name is not None and _is_episode_name(name):
         arguments.config, arguments.episode = None, name
     target = run_setup.resolve_target(arguments, import_code=True)
-    settings = target.settings
-    if settings is None:
-        from posttrain.cli.recorded_settings import load_newest_run_settings, load_recorded_settings
-
-        settings = (
-            load_newest_run_settings(target.output)
-            if target.record is None
-            else load_recorded_settings(target.record, target.output, is_resumed=False)
-        )
+    settings = run_setup.load_target_settings(target)
     if arguments.json or arguments.csv:
         from posttrain.cli.tables import print_requested_data
 

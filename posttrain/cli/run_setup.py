@@ -268,7 +268,7 @@ def resolve_tracking_store(
 
 @dataclass(frozen=True)
 class CommandTarget:
-    """What a command that takes CONFIG|RUN was given."""
+    """Configuration or run that the argument CONFIG|RUN names, with its output folder."""
 
     output: Path
     settings: PipelineSettings | None = None  # of the configuration
@@ -310,6 +310,20 @@ def resolve_target(arguments: argparse.Namespace, *, import_code: bool = False) 
     refuse_unreadable_folder(arguments.output)
     run, record = _find_run(arguments.output, name)
     return CommandTarget(Path(arguments.output), record=record, run=run)
+
+
+def load_target_settings(target: CommandTarget) -> PipelineSettings:
+    """Load the settings of a target: the configuration's, those that its run recorded, or the newest run's.
+
+    Raises: SettingsError; DataError without a run.
+    """
+    from posttrain.cli.recorded_settings import load_newest_run_settings, load_recorded_settings
+
+    if target.settings is not None:
+        return target.settings
+    if target.record is None:
+        return load_newest_run_settings(target.output)
+    return load_recorded_settings(target.record, target.output, is_resumed=False)
 
 
 def find_tracking_uri(output: Path, run: str) -> str | None:

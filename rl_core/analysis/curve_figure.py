@@ -47,7 +47,7 @@ _EMPTY_MESSAGE = "No metrics yet: nothing was trained. Call run() first."
 
 @dataclass(frozen=True)
 class PanelKind:
-    """What the default panels show: a title, a unit, and candidate metrics, of which the first logged one is drawn."""
+    """Default panel: a title, a unit, and candidate metrics, of which the first logged one is drawn."""
 
     title: str
     unit: str

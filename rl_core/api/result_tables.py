@@ -81,7 +81,7 @@ class MetricsFrame(pd.DataFrame):
 
     @property
     def note(self) -> str:
-        """What the table leaves out."""
+        """Note below the table about the metrics that it leaves out; "" if there are none."""
         names = sort_by_importance(name for name in self.constants if name not in self.columns)
         if not names:
             return ""

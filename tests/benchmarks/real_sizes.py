@@ -5,10 +5,10 @@
 
 questions: rows {"question", "answer", "final"} as GSM8K has them (arXiv:2110.14168); pairs: rows {"prompt", "chosen",
 "rejected"}. A case is STAGE-WEIGHTS-DTYPE, as in sft-lora-bfloat16, in a separate process: steps after the first are
-timed, memory is the peak resident memory of the process. bfloat16 with full weights is `autocast: bfloat16` over
-float32 masters; with an adapter, the frozen weights are bfloat16. The peer is TRL (1.16) on the same rows, right after
-ours. A finished case is DIR/cases/*.json and is not run again. At the end: DIR/real_sizes.md. Timings hold on an idle
-machine.
+timed, those of DPO with their share of the reference's log-probs, which the constructor computes. Memory is the peak
+resident memory of the process. bfloat16 with full weights is `autocast: bfloat16` over float32 masters; with an
+adapter, the frozen weights are bfloat16. The peer is TRL (1.16) on the same rows, right after ours. A finished case is
+DIR/cases/*.json and is not run again. At the end: DIR/real_sizes.md. Timings hold on an idle machine.
 """
 
 from __future__ import annotations
@@ -176,20 +176,32 @@ def run_case(options: argparse.Namespace) -> dict[str, Any]:
         return run_trl(stage, weights, dtype, options)
     if stage == "online":
         return run_online(weights, dtype, options)
-    take_step = build_step(stage, weights, dtype, options)
-    return time_steps(take_step, SHOWN[stage][0], options.steps)
+    take_step, paid_before = build_step(stage, weights, dtype, options)
+    return time_steps(take_step, SHOWN[stage][0], options.steps, paid_before)
 
 
 def time_steps(
-    take_step: Callable[[], tuple[int, Mapping[str, float]]], metric: str, steps: int
+    take_step: Callable[[], tuple[int, Mapping[str, float]]],
+    metric: str,
+    steps: int,
+    paid_before: float,
 ) -> dict[str, Any]:
+    """Take and time the steps.
+
+    paid_before: seconds of work for each step that was done before all of them.
+    """
     tokens, seconds, values = [], [], []
     for _ in range(steps):
         started = time.perf_counter()
         count, metrics = take_step()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started + paid_before)
         tokens.append(count)
         values.append(metrics[metric])
+    return summarize_steps(tokens, seconds, values)
+
+
+def summarize_steps(tokens: list[int], seconds: list[float], values: list[float]) -> dict[str, Any]:
+    """Return speed after the first step, the peak of this process, and the metric's first and last two values."""
     return {
         "tokens_per_second": round(sum(tokens[1:]) / sum(seconds[1:]), 1),
         "seconds_per_step": round(sum(seconds[1:]) / len(seconds[1:]), 2),
@@ -255,15 +267,15 @@ def score_trajectories(trajectories: Any) -> list[float]:
 
 def build_step(
     stage: str, weights: str, dtype: str, options: argparse.Namespace
-) -> Callable[[], tuple[int, Mapping[str, float]]]:
-    """Build a function that takes one step and returns its tokens and metrics."""
+) -> tuple[Callable[[], tuple[int, Mapping[str, float]]], float]:
+    """Build a function that takes one step and returns its tokens and metrics; and seconds paid before, a step."""
     import rl_core
 
     lora = rl_core.LoraSettings(rank=RANK, alpha=2 * RANK) if weights == "lora" else None
     stored = dtype if lora is not None else "float32"
     model = rl_core.ModelSettings(path=MODEL, device="cpu", dtype=stored, lora=lora)
     if stage == "service":
-        return build_service_step(weights, dtype, options)
+        return build_service_step(weights, dtype, options), 0.0
     policy = rl_core.load_policy(model, seed=0)
     rows = make_rows(stage, options, policy.tokenizer)
     loop: dict[str, Any] = {
@@ -278,6 +290,7 @@ def build_step(
         "sampling": {"max_completion_tokens": NEW_TOKENS, "slots": PROMPTS * GROUP},
     }
     grouped = {**rollouts, "prompts_per_iteration": PROMPTS, "group_size": GROUP}
+    started = time.perf_counter()
     if stage in ("sft", "sft_micro"):
         settings = {**loop, "batch_size": BATCH[stage]}
         if stage == "sft_micro":
@@ -301,6 +314,7 @@ def build_step(
         recorded: list[int] = []
         trained = build_thoughts(policy, rows, rollouts, recorded)
     trainer = trained.trainer
+    built = time.perf_counter()
 
     def take_step() -> tuple[int, Mapping[str, float]]:
         metrics = trainer.step()
@@ -311,7 +325,8 @@ def build_step(
         rolled = [rollout for group in trainer.groups for rollout in group.rollouts]
         return sum(len(r.prompt_ids) + len(r.completion_ids) for r in rolled), metrics
 
-    return take_step
+    # DPO's constructor computes the reference's log-probs of all pairs
+    return take_step, (built - started) / options.steps if stage == "dpo" else 0.0
 
 
 def train_student(policy: Any, rows_of_sft: list[dict[str, Any]]) -> Any:
@@ -720,14 +735,7 @@ def run_trl(stage: str, weights: str, dtype: str, options: argparse.Namespace) -
         started = time.perf_counter()
         trainer.train()
     seconds = [b - a for a, b in zip([started, *times], times, strict=False)]
-    return {
-        "tokens_per_second": round(sum(tokens[1:]) / sum(seconds[1:]), 1),
-        "seconds_per_step": round(sum(seconds[1:]) / len(seconds[1:]), 2),
-        "first_step_seconds": round(seconds[0], 1),
-        "peak_gb": round(read_peak_mb() / 1e3, 2),
-        "first": sum(values[:2]) / 2,
-        "last": sum(values[-2:]) / 2,
-    }
+    return summarize_steps(tokens, seconds, values)
 
 
 def find_model_folder() -> str:
