@@ -6,6 +6,8 @@ import pytest
 
 from flows.runtime import approval_wait
 from posttrain.cli import approvals
+from posttrain.cli.main import main
+from tasks.lifecycle import promotion
 from tasks.tracking import Tracking
 
 
@@ -46,3 +48,13 @@ def test_the_evidence_is_a_page_that_is_served_or_the_command_that_shows_it(
     assert text.startswith(
         f"a question\n\nevidence  {page if served else command}\napprove   posttrain"
     )
+
+
+@pytest.mark.parametrize("decision", ["--approve", "--reject"])
+def test_a_decision_without_a_run_moves_no_alias(decision, monkeypatch, tmp_path, capsys):
+    """An unset variable of a script, as in `--reject "$RUN"`, once moved the champion back."""
+    moved = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(promotion, "promote_version", lambda *arguments: moved.append(arguments))
+    assert main(["promote", "demo", decision, "", "--note", "worse"]) == 2
+    assert moved == [] and "the name of the run is empty" in capsys.readouterr().err

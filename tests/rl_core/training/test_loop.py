@@ -106,6 +106,20 @@ def test_one_checkpoint_is_enough_and_its_size_is_reported(
     assert "the newest 1 stay in" in lines[0] and "keep_checkpoints: 1" in lines[0]
 
 
+def test_the_size_of_all_checkpoints_is_reported(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checkpoints, "REPORTED_CHECKPOINT_BYTES", 1000)
+    monkeypatch.setattr(CheckpointStore, "measure_newest", lambda store: 1_600_000_000)
+    caplog.set_level(logging.INFO)
+    run(tmp_path, settings=LoopSettings(checkpoint_every=6, keep_checkpoints=3))
+    [line] = [
+        record.getMessage() for record in caplog.records if "a checkpoint takes" in record.message
+    ]
+    assert (
+        line.startswith("a checkpoint takes 1.6 GB, and the newest 3 stay in")
+        and "4.8 GB in all" in line
+    )
+
+
 def test_a_run_that_dies_again_and_again(tmp_path, unbroken_run):
     tracker = MemoryTracker()
     for _ in range(30):
