@@ -272,7 +272,7 @@ def _start_in_background(paths: StatePaths, option_values: dict[str, Any], addre
         child.wait()  # a second Ctrl-C stops only the waiting
         raise
     finally:
-        progress.finish()
+        progress.clear_line()
     _print_line(format_links(state, paths.output))
     _print_line(f"`{format_posttrain_command('down', paths.output)}` stops all of it")
     if state.problem:

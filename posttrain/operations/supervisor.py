@@ -90,7 +90,7 @@ class StartProgress:
         else:
             self._status(f"registering deployments and automations ... {seconds:.0f} s")
 
-    def finish(self) -> None:
+    def clear_line(self) -> None:
         """Remove the live line."""
         self._status.clear_line()
 
@@ -209,7 +209,7 @@ class Supervisor:
                 self._step_servers()
                 progress.report_services(self.state.services)
         finally:
-            progress.finish()
+            progress.clear_line()
         self.state.phase = "up"
         self._write_changed_state()
 

@@ -186,7 +186,7 @@ class CurveFigure:
             color = self._select_color(run)
             thinned = _thin_points(points)
             if len(thinned) == 1:
-                x, y = bounds.place(*thinned[0])
+                x, y = bounds.compute_svg_position(*thinned[0])
                 parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>')
                 continue
             window = max(1, len(thinned) // SMOOTHING_SHARE)
@@ -275,7 +275,7 @@ class _Bounds:
     y_high: float
     ticks: Sequence[float]
 
-    def place(self, step: float, value: float) -> tuple[float, float]:
+    def compute_svg_position(self, step: float, value: float) -> tuple[float, float]:
         """Return the position of a point in SVG units."""
         width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
         x_range, y_range = self.x_high - self.x_low, self.y_high - self.y_low
@@ -331,7 +331,7 @@ def _draw_axes(panel: Panel, bounds: _Bounds) -> str:
             f"{format_value(points[-1][1], panel.is_share)}</text>"
         )
     for tick in bounds.ticks:
-        _, y = bounds.place(bounds.x_low, tick)
+        _, y = bounds.compute_svg_position(bounds.x_low, tick)
         parts.append(
             f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="currentColor" opacity=".16"/>'
             f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" font-size="10" text-anchor="end" fill="currentColor" '
@@ -350,7 +350,9 @@ def _draw_axes(panel: Panel, bounds: _Bounds) -> str:
 
 
 def _draw_line(points: Points, bounds: _Bounds, color: str, style: str) -> str:
-    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (bounds.place(*point) for point in points))
+    places = " ".join(
+        f"{x:.1f},{y:.1f}" for x, y in (bounds.compute_svg_position(*point) for point in points)
+    )
     return f'<polyline points="{places}" fill="none" stroke="{color}" stroke-linejoin="round" {style}/>'
 
 
