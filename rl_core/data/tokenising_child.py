@@ -21,10 +21,7 @@ def main(descriptor: int) -> None:
     renderer = ChatRenderer(tokenizer, settings)
     connection.send_bytes(pickle.dumps(renderer.digest))
     while True:
-        try:
-            first, rows = pickle.loads(connection.recv_bytes())
-        except EOFError:
-            return
+        first, rows = pickle.loads(connection.recv_bytes())
         try:
             result = tokenize_chunk(renderer, job, rows, first)
         except Exception:

@@ -19,7 +19,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, Pipe
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rl_core.processes.children import start_child, wait_or_kill
 from rl_core.user_code.load import build_child_import_path
@@ -152,10 +152,28 @@ class ConnectedChild:
         wait_or_kill(self.process, SHUTDOWN_SECONDS)
 
 
-def connect_to_owner(descriptor: int) -> Connection:
+class OwnerConnection(Connection):
+    """A child's end of the connection. Sending or receiving after the owner has closed it ends this process."""
+
+    def recv_bytes(self, maxlength: int | None = None) -> bytes:
+        """Wait for a message and return it."""
+        try:
+            return super().recv_bytes(maxlength)
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def send_bytes(self, buf: Any, offset: int = 0, size: int | None = None) -> None:
+        """Send a message."""
+        try:
+            super().send_bytes(buf, offset, size)
+        except OSError:
+            os._exit(0)
+
+
+def connect_to_owner(descriptor: int) -> OwnerConnection:
     """Return a child's connection to its owner; this process ends when the owner closes it, even during its work."""
     threading.Thread(target=_exit_with_owner, args=(descriptor,), daemon=True).start()
-    return Connection(descriptor)
+    return OwnerConnection(descriptor)
 
 
 def _exit_with_owner(descriptor: int) -> None:

@@ -35,10 +35,7 @@ def main(descriptor: int) -> None:
     connection = connect_to_owner(descriptor)
     scorer: ModelScorer | None = None
     while True:
-        try:
-            head, tokens = receive_message(connection)
-        except EOFError:
-            return
+        head, tokens = receive_message(connection)
         try:
             if scorer is None:
                 scorer = load_requested_scorer(**head)

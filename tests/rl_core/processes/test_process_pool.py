@@ -123,6 +123,20 @@ def test_a_connected_child_exchanges_bytes(echo):
     echo.end_process()
 
 
+@pytest.mark.parametrize("message", [b"", b"large"])
+def test_a_connected_child_ends_quietly_without_its_watching_thread(tmp_path, monkeypatch, message):
+    (tmp_path / "slow_child.py").write_text(
+        "import rl_core.processes.process_pool as pool\n"
+        "pool._exit_with_owner = lambda descriptor: None\n" + ECHO.replace("* 2", "* 2**22")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    child = ConnectedChild("slow_child", quiet=True)
+    if message:  # the owner leaves while the child sends its reply
+        child.send_bytes(message)
+    child.end_process()
+    assert child.process.returncode == 0
+
+
 def test_a_connected_child_ends_in_the_middle_of_work_with_its_owner(echo):
     echo.send_bytes(b"a")
     echo.recv_bytes()
