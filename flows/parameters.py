@@ -33,7 +33,7 @@ from tasks.config import (
 )
 from tasks.config.displayed_settings import MASK, is_secret_option, mask_secrets
 from tasks.config.problems import ConfigError, KeyLocations
-from tasks.config.schema import resolve_pydantic_model
+from tasks.config.schema import format_setting_title, resolve_pydantic_model
 from tasks.config.yaml_loader import apply_overrides
 from tasks.shipped import find_config, shipped
 
@@ -108,7 +108,9 @@ if TYPE_CHECKING:
 else:
     MainForm = pydantic.create_model(
         "MainSettings",
-        __config__=pydantic.ConfigDict(extra="forbid"),
+        __config__=pydantic.ConfigDict(
+            extra="forbid", field_title_generator=lambda name, _: format_setting_title(name)
+        ),
         __doc__="The settings that are changed most; empty: as the config has them.",
         **{name: _build_form_field(key) for name, key in MAIN_SETTINGS.items()},
     )

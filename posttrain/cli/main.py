@@ -333,7 +333,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
     except (SettingsError, DataError, ModelError, ResumeRefused) as error:
         return _print_failure(arguments, str(error), ExitCode.WRONG_INPUT)
     except PosttrainError as error:
-        return _print_failure(arguments, _append_disk_advice(f"{type(error).__name__}: {error}"), 1)
+        return _print_failure(arguments, _append_disk_advice(str(error)), 1)
     except OSError as error:
         return _print_os_error(arguments, error)
     except Exception as error:

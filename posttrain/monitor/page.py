@@ -169,7 +169,12 @@ def _update_lists(reader: RunReader, choice: PageSelection) -> list[Any]:
         runs.append((f"{choice.run} (no longer exists)", choice.run))
     groups = [name for name in choice.groups if entries.groups.get(name)]
     groups = groups or [name for name in _DEFAULT_GROUPS if entries.groups.get(name)]
-    group_choices = [(f"{name}/ ({count})", name) for name, count in entries.groups.items()]
+    # All are offered, because Gradio refuses a pending request that names one that is not.
+    by_presence = sorted(entries.groups.items(), key=lambda group: group[1] == 0)
+    group_choices = [
+        (f"{name}/ ({count})" if count else f"{name}/ (other stages)", name)
+        for name, count in by_presence
+    ]
     others = {value for _, value in entries.others}
     compared = [name for name in choice.compare if name in others]
     metrics = [name for name in choice.metrics if name in entries.metrics]

@@ -53,7 +53,7 @@ from tasks.command_hints import format_posttrain_command
 
 log = logging.getLogger(__name__)
 
-MAX_CHARTS = 24  # on one tab
+MAX_CHARTS = 36  # on one tab
 RELATIVE_ROUNDING = 1e-9  # smaller relative differences are rounding errors
 _MAX_HEADLINE_CHARTS = 6
 _GROUP_TITLES = dict(  # of metrics' prefixes
@@ -374,7 +374,8 @@ def build_curves_tab(
     blocks: list[dict[str, Any]] = []
     note = _describe_averages(choice)
     if len(curves) > MAX_CHARTS:
-        note = f"The first {MAX_CHARTS} of {len(curves)} metrics; select or search metrics above. {note}"
+        left_out = f"{MAX_CHARTS} of {len(curves)} curves are shown: search or select metrics above to see others."
+        blocks.append(build_note("left out", [left_out], "small"))
     for prefix, members in _group_by_prefix(curves[:MAX_CHARTS]).items():
         charts = [_build_metric_chart(name, pairs, choice) for name in members]
         title = _GROUP_TITLES.get(prefix, prefix)

@@ -252,6 +252,8 @@ def format_links(state: SupervisorState, output: Path) -> str:
     mlflow = resolve_mlflow_url(state)
     if not _has_mlflow_server(state):
         lines.append(f"mlflow   {mlflow or 'as MLFLOW_TRACKING_URI said'} (runs elsewhere)")
+    if runs := state.registration.get("runs_url"):
+        lines.append(f"runs     {runs}")
     lines += _format_registration(state)
     command = format_posttrain_command("COMMAND", output)
     lines.append(f"`{command}` uses these servers; for the commands of prefect and mlflow:")

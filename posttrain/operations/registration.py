@@ -92,6 +92,15 @@ async def _register_all(request: RegistrationRequest, result: dict[str, Any]) ->
 
             applied = await apply_automations(client, Path(request.automations))
             result["automations"] = [asdict(automation) for automation in applied]
+    result["runs_url"] = _find_runs_page()
+
+
+def _find_runs_page() -> str:
+    """Return the address of the runs' table in MLflow, whose experiment is created if missing; "" = no answer."""
+    from tasks.tracking import Tracking
+
+    tracking = Tracking(None, Path.cwd())
+    return "" if tracking.store.is_local else tracking.build_runs_url()
 
 
 async def _ensure_work_pool(client: PrefectClient, name: str, notes: list[str]) -> str:

@@ -43,7 +43,35 @@ _PYDANTIC_LIMITS = {
     "le": annotated_types.Le,
 }
 _LIMIT_PHRASES = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
-_STRICT_CONFIG = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+_TITLE_WORDS = {
+    **{
+        word: word.upper()
+        for word in ("api dpo grpo gpu id kl ppo sft tls url vllm eos bos gae kv").split()
+    },
+    "lora": "LoRA",
+    "coef": "coefficient",
+    "num": "number of",
+    "max": "maximum",
+    "min": "minimum",
+    "ref": "reference",
+    "s": "(seconds)",
+    "seconds": "(seconds)",
+}
+
+
+def format_setting_title(name: str) -> str:
+    """Format a setting's name as the label of a form's field: `kl_coef` as "KL coefficient"."""
+    text = " ".join(_TITLE_WORDS.get(word, word) for word in name.split("_"))
+    return text[:1].upper() + text[1:]
+
+
+_STRICT_CONFIG = pydantic.ConfigDict(
+    extra="forbid",
+    strict=True,
+    allow_inf_nan=False,
+    frozen=True,
+    field_title_generator=lambda name, _: format_setting_title(name),
+)
 
 _MODEL_CACHE: dict[
     type[Settings], type[pydantic.BaseModel]

@@ -49,6 +49,7 @@ MODEL_TASKS: dict[str, tuple[str, str]] = {
     "reward_model": ("text-classification", "TextClassificationPipeline"),
 }
 _CHAT_TASK = "llm/v1/chat"  # MLflow's name
+_VERSIONS_TAG = "mlflow.modelVersions"  # of a logged model: its registered versions, which its page shows as links
 _SCORING_MODULE = "posttrain_reward_scoring"  # name of reward_scoring in an artifact
 _MAX_NEW_TOKENS = 512  # of an answer whose request names no limit
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\- ]{0,99}")
@@ -326,6 +327,10 @@ def register_logged_model(
         )
         for version in existing:
             if version.tags.get("model_digest") == digest:
+                experiment_id = store.client.get_run(run_id).info.experiment_id
+                logged = _find_earlier_attempt(store, experiment_id, run_id, digest)
+                if logged is not None:
+                    _link_version(store, logged.model_id, registered_name, version.version)
                 return int(version.version)
         model_id = _upload_logged_model(
             store, run_id, folder, kind, registered_name, text_tags, input_example, scratch
@@ -344,8 +349,21 @@ def register_logged_model(
             description=description or _describe_version(kind, metrics, text_tags),
             await_creation_for=30,
         )
-    inject_fault("model.versioned")
+        inject_fault("model.versioned")
+        _link_version(store, model_id, registered_name, created.version)
     return int(created.version)
+
+
+def _link_version(store: TrackingStore, model_id: str, name: str, version: str | int) -> None:
+    """Link a version from the page of its logged model. A tracking server does that itself, a database does not."""
+    link = {"name": name, "version": str(version)}
+    tags = store.client.get_logged_model(model_id).tags
+    links = [
+        {**other, "version": str(other["version"])}
+        for other in json.loads(tags.get(_VERSIONS_TAG, "[]"))
+    ]
+    if link not in links:
+        store.client.set_logged_model_tags(model_id, {_VERSIONS_TAG: json.dumps([*links, link])})
 
 
 def _ensure_registered_model(store: TrackingStore, name: str, kind: Kind) -> None:

@@ -331,6 +331,9 @@ class TrackingStore:
         exempt_loopback_from_proxies()
         for name, value in build_offline_environment().items():
             os.environ.setdefault(name, value)
+        if os.environ.get("MLFLOW_TRACKING_URI") == self.default_uri:
+            # For a user's own calls of MLflow in this process: the store's experiment Default is deleted.
+            os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", self.experiment)
         import mlflow
 
         if self.uri.startswith("sqlite:"):
@@ -424,7 +427,17 @@ class TrackingStore:
                 raise
             return None
         self._identity = identity
+        if self.uri == self.default_uri:
+            self._delete_empty_default()
         return str(created)
+
+    def _delete_empty_default(self) -> None:
+        """Delete the experiment Default, which MLflow creates in every store, so that pages do not list it empty."""
+        default = self.client.get_experiment_by_name("Default")
+        if default is None or default.lifecycle_stage == "deleted" or default.name == self.experiment:
+            return
+        if not self.client.search_runs([default.experiment_id], max_results=1):
+            self.client.delete_experiment(default.experiment_id)
 
     @contextmanager
     def translate_errors(self, action: str) -> Iterator[None]:

@@ -353,6 +353,7 @@ def build_thoughts(
     from rl_core.api.recipes.thoughts import build_thoughts_recipe
     from rl_core.environments.environment import Environment, Episode, Step
     from rl_core.environments.question_episodes import read_answer
+    from rl_core.environments.tools import Toolset
     from rl_core.rollouts.episode_sequence import EpisodeRequest
 
     class Question(Episode):
@@ -372,6 +373,7 @@ def build_thoughts(
 
     class Questions(Environment):
         name, levels = "questions", ("all",)
+        tools = Toolset()
 
         def episode(self, seed: int, level: str) -> Question:
             return Question(seed, level)
@@ -458,7 +460,7 @@ online:
   model: {{device: cpu, dtype: {dtype}, lora: {lora}}}
   service: {{run_gate: false, standby: false}}
   labels: {{min_confidence: 0.1, min_votes: 1}}
-  update: {{autocast: {autocast}, learning_rate: {rate}}}
+  update: {{autocast: {autocast}, learning_rate: {rate}, first_update: 8}}
 """
 
 

@@ -274,7 +274,7 @@ def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
     [
         (SettingsError("wrong"), 2, "posttrain: wrong\n"),
         (DataError("row 3 is bad"), 2, "posttrain: row 3 is bad\n"),
-        (BackendError("store is down"), 1, "posttrain: BackendError: store is down\n"),
+        (BackendError("store is down"), 1, "posttrain: store is down\n"),
         (Stopped("stopped after iteration 3", 15), 143, "posttrain: stopped after iteration 3\n"),
         (Stopped("stopped after iteration 3", 2), 130, "posttrain: stopped after iteration 3\n"),
         (KeyboardInterrupt(), 130, "posttrain: stopped by Ctrl-C"),
@@ -291,12 +291,12 @@ def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
         (
             write_error("/full", OSError(28, "No space left on device")),
             1,
-            "posttrain: CheckpointError: /full: cannot be written: No space left on device; make room, as with",
+            "posttrain: /full: cannot be written: No space left on device; make room, as with",
         ),
         (
             write_error("/ro", OSError(30, "Read-only file system")),
             1,
-            "posttrain: CheckpointError: /ro: cannot be written: Read-only file system; make the file system writable",
+            "posttrain: /ro: cannot be written: Read-only file system; make the file system writable",
         ),
     ],
 )

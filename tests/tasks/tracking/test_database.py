@@ -153,3 +153,20 @@ def test_a_user_without_a_cache_creates_tables(tmp_path, filled, monkeypatch):
         ensure_database(f"sqlite:///{tmp_path / name}")
         assert "runs" in list_tables(tmp_path / name)
     assert len(filled) == 2
+
+
+def test_a_new_store_lists_no_empty_default_experiment(tmp_path):
+    tracking = Tracking(None, tmp_path / "own")
+    assert tracking.experiment_id
+    assert [experiment.name for experiment in tracking.store.client.search_experiments()] == [
+        "posttrain"
+    ]
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_an_experiment_default_that_somebody_uses_stays(tmp_path, is_used):
+    store = Tracking(None, tmp_path / "own", "Default" if not is_used else "posttrain").store
+    if is_used:
+        store.client.create_run("0")
+    assert store.experiment_id
+    assert "Default" in [experiment.name for experiment in store.client.search_experiments()]

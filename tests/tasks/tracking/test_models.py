@@ -320,6 +320,35 @@ def test_a_model_adds_no_point_to_the_curves_of_its_run(tracking, models, tmp_pa
     assert {metric.key: metric.value for metric in logged.metrics} == metrics
 
 
+def test_a_logged_model_links_to_its_registered_versions(tracking, models, versions):
+    """As the tag that MLflow's server sets, and its page of a logged model reads; a database does not set it."""
+    client, run = tracking.store.client, versions["run"]
+    outputs = client.get_run(run.run_id).outputs.model_outputs
+    tags = [client.get_logged_model(output.model_id).tags for output in outputs]
+    links = {tag["mlflow.modelVersions"]: tag["model_digest"] for tag in tags}
+    digests = {
+        json.dumps([{"name": version.name, "version": str(version.version)}]): version.tags[
+            "model_digest"
+        ]
+        for name in ("policy", "rewards")
+        for version in tracking.list_versions(name)
+        if version.run_id == run.run_id
+    }
+    assert links == digests and len(links) == 3
+
+
+def test_a_version_that_a_killed_delivery_left_without_its_link_gets_it(tracking, models, tmp_path):
+    with tracking.start_run("linked", tmp_path / "run") as run:
+        run.log_model(models["policy"], "policy", "linked")
+    (output,) = tracking.store.client.get_run(run.run_id).outputs.model_outputs
+    tracking.store.client.delete_logged_model_tag(output.model_id, "mlflow.modelVersions")
+    with tracking.start_run("linked", tmp_path / "run") as run:
+        assert run.log_model(models["policy"], "policy", "linked") == 1
+        run.log_model(models["policy"], "policy", "linked")
+    tags = tracking.store.client.get_logged_model(output.model_id).tags
+    assert json.loads(tags["mlflow.modelVersions"]) == [{"name": "linked", "version": "1"}]
+
+
 def test_aliases_move(tracking, versions):
     assert (
         tracking.find_champion("policy") is None
