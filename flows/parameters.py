@@ -95,7 +95,10 @@ def _build_form_field(key: str) -> tuple[Any, Any]:
         model = next(kind for kind in kinds if hasattr(kind, "model_fields"))
     field = model.model_fields[name]
     kind = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
-    return kind | None, pydantic.Field(default=None, description=f"{key}: {field.description}")
+    stage = f"{format_setting_title(blocks[1])}: " if len(blocks) > 1 else ""
+    title = stage + format_setting_title(name)
+    text = f"{key}: {field.description}"
+    return kind | None, pydantic.Field(default=None, title=title, description=text)
 
 
 if TYPE_CHECKING:
@@ -108,9 +111,7 @@ if TYPE_CHECKING:
 else:
     MainForm = pydantic.create_model(
         "MainSettings",
-        __config__=pydantic.ConfigDict(
-            extra="forbid", field_title_generator=lambda name, _: format_setting_title(name)
-        ),
+        __config__=pydantic.ConfigDict(extra="forbid"),
         __doc__="The settings that are changed most; empty: as the config has them.",
         **{name: _build_form_field(key) for name, key in MAIN_SETTINGS.items()},
     )

@@ -48,7 +48,12 @@ _TITLE_WORDS = {
         word: word.upper()
         for word in ("api dpo grpo gpu id kl ppo sft tls url vllm eos bos gae kv").split()
     },
+    "aux": "auxiliary",
+    "ema": "EMA",
+    "grad": "gradient",
     "lora": "LoRA",
+    "lr": "learning rate",
+    "nonfinite": "non-finite",
     "coef": "coefficient",
     "num": "number of",
     "max": "maximum",

@@ -100,6 +100,8 @@ def test_the_form_comes_second_and_is_described():
 
     from flows.post_training import post_training
 
+    from flows.post_training import post_training
+
     schema = parameter_schema(post_training).model_dump()
     order = sorted(schema["properties"], key=lambda name: schema["properties"][name]["position"])
     assert order[:2] == ["settings", "main"]
@@ -114,3 +116,23 @@ def test_a_script_passes_the_settings_that_it_loaded():
     assert parameters.extract_pipeline_name(loaded) == "test"
     assert read_settings(loaded) == loaded
     assert read_settings(loaded, ["seed=3"]).seed == 3 and loaded.seed == 0
+
+
+def test_the_form_has_labels_for_people():
+    from prefect.utilities.callables import parameter_schema
+
+    from flows.post_training import post_training
+
+    definitions = parameter_schema(post_training).model_dump()["definitions"]
+    labels = {
+        name: field["title"] for name, field in definitions["MainSettings"]["properties"].items()
+    }
+    assert labels["sft_learning_rate"] == "SFT: Learning rate"
+    assert labels["kl_coef"] == "Policy: KL coefficient"
+    assert labels["seed"] == "Seed"
+    labels = {
+        name: field["title"] for name, field in definitions["SFTSettings"]["properties"].items()
+    }
+    assert labels["max_grad_norm"] == "Maximum gradient norm"
+    assert labels["min_lr_ratio"] == "Minimum learning rate ratio"
+    assert labels["history_seconds"] == "History (seconds)"

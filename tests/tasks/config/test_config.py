@@ -287,7 +287,7 @@ def test_schema_has_every_field_with_its_meaning_and_range():
         "anyOf": [{"exclusiveMinimum": 0, "maximum": 1, "type": "number"}, {"type": "null"}],
         "default": None,  # a form that filled it in would set it, whatever the model
         "description": "peak learning rate; unset: 1e-6, with LoRA 1e-5, presets 3e-4",
-        "title": "Learning Rate",
+        "title": "Learning rate",
     }
     assert policy["properties"]["sampling"]["default"]["max_completion_tokens"] is None
     assert policy["properties"]["betas"]["prefixItems"][0] == {
