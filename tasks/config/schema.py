@@ -46,7 +46,23 @@ _LIMIT_PHRASES = {"gt": "greater than", "ge": "at least", "lt": "less than", "le
 _TITLE_WORDS = {
     **{
         word: word.upper()
-        for word in ("api dpo grpo gpu id kl ppo sft tls url vllm eos bos gae kv").split()
+        for word in [
+            "api",
+            "dpo",
+            "grpo",
+            "gpu",
+            "id",
+            "kl",
+            "ppo",
+            "sft",
+            "tls",
+            "url",
+            "vllm",
+            "eos",
+            "bos",
+            "gae",
+            "kv",
+        ]
     },
     "aux": "auxiliary",
     "ema": "EMA",

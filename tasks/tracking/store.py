@@ -434,7 +434,11 @@ class TrackingStore:
     def _delete_empty_default(self) -> None:
         """Delete the experiment Default, which MLflow creates in every store, so that pages do not list it empty."""
         default = self.client.get_experiment_by_name("Default")
-        if default is None or default.lifecycle_stage == "deleted" or default.name == self.experiment:
+        if (
+            default is None
+            or default.lifecycle_stage == "deleted"
+            or default.name == self.experiment
+        ):
             return
         if not self.client.search_runs([default.experiment_id], max_results=1):
             self.client.delete_experiment(default.experiment_id)

@@ -100,8 +100,6 @@ def test_the_form_comes_second_and_is_described():
 
     from flows.post_training import post_training
 
-    from flows.post_training import post_training
-
     schema = parameter_schema(post_training).model_dump()
     order = sorted(schema["properties"], key=lambda name: schema["properties"][name]["position"])
     assert order[:2] == ["settings", "main"]
