@@ -96,11 +96,11 @@ async def _register_all(request: RegistrationRequest, result: dict[str, Any]) ->
 
 
 def _find_runs_page() -> str:
-    """Return the address of the runs' table in MLflow, whose experiment is created if missing; "" = no answer."""
+    """Return the address of the newest pipeline's table of runs in MLflow; "" = there is none yet."""
     from tasks.tracking import Tracking
 
     tracking = Tracking(None, Path.cwd())
-    return "" if tracking.store.is_local else tracking.build_runs_url()
+    return "" if tracking.store.is_local else tracking.find_newest_runs_url()
 
 
 async def _ensure_work_pool(client: PrefectClient, name: str, notes: list[str]) -> str:

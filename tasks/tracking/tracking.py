@@ -12,6 +12,7 @@ from typing import Any
 from rl_core.errors import BackendError, DataError, FolderBusy
 from rl_core.storage.faults import inject_fault
 from tasks.command_hints import format_posttrain_command
+from tasks.tracking.experiment_view import VIEW_TAG
 from tasks.tracking.journal import DeliveryCursor
 from tasks.tracking.registry import ModelRegistry, ModelVersion
 from tasks.tracking.replay import (
@@ -102,6 +103,28 @@ class Tracking:
         """Return the address of the table of this experiment's runs; "" as for `build_run_url`."""
         link = self._build_link(self.store.build_runs_link)
         return self.store.resolve_link(link) if link else ""
+
+    def find_newest_runs_url(self) -> str:
+        """Return the address of the table of runs of the pipeline that ran last; "" if none did, or no page answers.
+
+        Each pipeline has an experiment of its own unless its configuration names another.
+        """
+        try:
+            with self.store.translate_errors("list experiments"):
+                names = {
+                    experiment.experiment_id: experiment.name
+                    for experiment in self.store.client.search_experiments(max_results=1000)
+                    if VIEW_TAG in experiment.tags
+                }
+                newest = ["attributes.start_time DESC"]
+                runs = self.store.client.search_runs([*names], order_by=newest, max_results=1)
+        except BackendError as error:
+            log.debug("no page yet: %s", error)
+            return ""
+        if not names or not runs:
+            return ""
+        store = self.store.select_experiment(names[runs[0].info.experiment_id])
+        return store.resolve_link(store.build_runs_link())
 
     @property
     def serves_pages(self) -> bool:

@@ -170,3 +170,19 @@ def test_an_experiment_default_that_somebody_uses_stays(tmp_path, is_used):
         store.client.create_run("0")
     assert store.experiment_id
     assert "Default" in [experiment.name for experiment in store.client.search_experiments()]
+
+
+def test_the_newest_table_of_runs_is_that_of_the_pipeline_that_ran_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(store.TrackingStore, "resolve_link", lambda self, link: f"page/{link}")
+    tracking = Tracking(None, tmp_path / "own", "first")
+    assert tracking.find_newest_runs_url() == ""
+    links = []
+    for name in ("first", "second", "first"):
+        selected = tracking.store.select_experiment(name)
+        selected.client.create_run(selected.experiment_id, start_time=1000 + len(links))
+        links.append(f"page/{selected.build_runs_link()}")
+        assert tracking.find_newest_runs_url() == links[-1]
+    assert links[0] == links[2] != links[1]
+    foreign = tracking.store.client.create_experiment("somebody else's")
+    tracking.store.client.create_run(foreign, start_time=5000)
+    assert tracking.find_newest_runs_url() == links[-1]
