@@ -255,8 +255,8 @@ def describe_run(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -
             f"Prefect flow run: `{format_posttrain_command('ui', pipeline_run.output)}` shows it"
         )
     links = " · ".join(parts)
-    # Links and headline come first: the page folds everything below a hundred pixels.
-    lines = [links, "", f"**{format_headline(rows)}**", ""]
+    # Headline and links come first: the page folds everything below a hundred pixels.
+    lines = [f"**{format_headline(rows)}**", "", links, ""]
     has_gains = any(row.get(GAIN) is not None for row in rows)
     gain_head = f" gain over {START_MODEL} |" if has_gains else ""
     lines += [
