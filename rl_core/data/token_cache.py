@@ -124,7 +124,7 @@ class TokenCache:
         name = self._compute_entry_name(source, renderer, job)
         cached = self._read_entry(name)
         if cached is not None:
-            logger.info("tokens: read from %s", cached.name)
+            logger.info("token ids of %d sequences: read from the cache", len(cached.rows.lengths))
             return cached
 
         def tokenize() -> Iterator[tuple[TokenChunk, RefusedRows]]:

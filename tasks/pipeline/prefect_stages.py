@@ -18,6 +18,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 FIRST_TIMEOUT_SECONDS = 20.0
 REPEAT_TIMEOUT_SECONDS = 1.0  # once the API has failed to answer
 PROGRESS_SECONDS = 3.0  # between updates of a stage's page; each is a call of the Prefect API
+LOG_SECONDS = 30.0  # between lines of a stage's progress in its log, at least
+LOG_SHARE = 0.05  # of the stage's time so far, at least: a night's log stays readable
 LAST_UPDATE_TIMEOUT_SECONDS = (
     1.0  # for an update in flight when a stage is stopped and has few seconds left
 )
@@ -92,6 +95,7 @@ def publish_stage_progress(
 ) -> Iterator[Callable[[StageResult], None]]:
     """Publish the page of a stage and keep its progress up to date from a thread, so that the API never delays a step.
 
+    The log of the task run has the progress as well, less often, and the stage's result.
     Yields: a function that puts the stage's result on the page.
     """
     ended = threading.Event()
@@ -112,6 +116,8 @@ def publish_stage_progress(
         ended.set()
         thread.join(timeout=10)
         note = str(result.summary.get("note", ""))
+        if note:
+            logger.info("%s: %s", title, note)
         publish_page(
             f"{pipeline_run.settings.name}-{name}",
             _render_stage_page(pipeline_run, result),
@@ -131,8 +137,13 @@ def _report_progress(
     pipeline_run: PipelineRun, title: str, artifact_id: str, ended: threading.Event
 ) -> None:
     shown = ""
+    started = time.monotonic()
+    next_log = started
     while not ended.wait(PROGRESS_SECONDS):
         text = f"{pipeline_run.fraction:.0%} · {pipeline_run.progress}"
+        if text != shown and (now := time.monotonic()) >= next_log:
+            logger.info("%s", text)
+            next_log = now + max(LOG_SECONDS, LOG_SHARE * (now - started))
         if text != shown and artifact_id:
             publish_page("", f"## {title}\n\n{text}", text, artifact_id=artifact_id)
             shown = text

@@ -98,7 +98,7 @@ def test_a_failing_api_is_reported_once(calls, caplog):
     assert caplog.text.count("does not accept artifacts (ConnectionError: reset)") == 1
 
 
-def test_a_stage_has_one_page_written_with_the_server_s_password(monkeypatch):
+def test_a_stage_has_one_page_written_with_the_server_s_password(monkeypatch, caplog):
     """The page shows the stage's progress while it runs, then its result."""
     identity, updates, updated = uuid4(), [], threading.Event()
 
@@ -115,6 +115,7 @@ def test_a_stage_has_one_page_written_with_the_server_s_password(monkeypatch):
         return True
 
     calls = []
+    caplog.set_level("INFO", logger=prefect_stages.logger.name)
     monkeypatch.setattr(prefect_stages, "PROGRESS_SECONDS", 0.01)
     monkeypatch.setattr(
         prefect_stages,
@@ -140,6 +141,8 @@ def test_a_stage_has_one_page_written_with_the_server_s_password(monkeypatch):
         assert updated.wait(10)
         finish(result)
     assert calls == [{"key": "my-demo-sft", "description": "sft: starting"}]
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert lines == ["25% · sft, 1 of 4", "sft: 4 steps"]  # in the log of the task run
     assert updates[0] == (identity, "## sft\n\n25% · sft, 1 of 4", "25% · sft, 1 of 4", "user:word")
     artifact_id, page, description, _ = updates[-1]
     assert artifact_id == identity and description == "4 steps" and len(updates) == 2
