@@ -317,7 +317,7 @@ def _build_section(
             + ", ".join(f"`{key}`" for key in same)
             + "."
         )
-    lines += [about, ""]
+    lines += [_link_documents(about), ""]
     if len(places) > 1 or name != places[0]:
         others = ", ".join(f"`{place}`" for place in places if place != name)
         lines += [("Also " if name == places[0] else "In ") + others + ".", ""]
@@ -357,7 +357,7 @@ def _build_rows(
 
 
 def _link_documents(meaning: str) -> str:
-    """Turn `docs/data.md` in the meaning of a key into a link from a page of the configuration."""
+    """Turn `docs/data.md` in the meaning of a key or block into a link from a page of the configuration."""
     return re.sub(
         r"docs/([\w/-]+)\.md(#[\w-]+)?",
         lambda match: f"[{match[1].replace('-', ' ')}](../{match[1]}.md{match[2] or ''})",
