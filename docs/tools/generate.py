@@ -63,8 +63,8 @@ CONFIGURATION_PAGES = (
         "index.md",
         "Configuration",
         """\
-Every key of a pipeline's YAML file, one page for each kind of stage. The pages are generated from the settings classes
-(`rl_core/settings/`, `tasks/config/settings.py`), which also produce the error messages and the Prefect form.
+Look up every key of a pipeline's YAML file, one page for each kind of stage. To start a file, copy a
+[recipe](../recipes.md) or run `posttrain init my_task`.
 
 - A missing key takes its default. A missing stage (or `null`) does not run; `{}` runs it with its defaults.
 - An unknown key, a wrong type or a value out of range stops the command before anything runs, with file, line, key and
@@ -83,7 +83,7 @@ Every key of a pipeline's YAML file, one page for each kind of stage. The pages 
 | [Thoughts and networks](thoughts.md) | `stages.thoughts`, `stages.network` |
 | [Evaluation and promotion](evaluation.md) | `stages.evaluate`, `analyze`, `export`, `promote`, `gguf`, `custom` |
 | [Online learning](online.md) | `online`, and the fields of its logs |
-| [Servers](services.md) | `serving`, `prefer` |
+| [Servers](services.md) | `serving`; `prefer` (the page of `posttrain label`) |
 
 ## Shipped configurations
 
@@ -112,7 +112,7 @@ Every key of a pipeline's YAML file, one page for each kind of stage. The pages 
     ConfigurationPage(
         "shared.md",
         "Shared settings",
-        "Settings that several stages accept. The pages of the stages link here.\n",
+        "The model, the optimizer, sampling and other settings that several stages accept.\n",
         (
             "model",
             "stages.sft.launch",
@@ -124,19 +124,21 @@ Every key of a pipeline's YAML file, one page for each kind of stage. The pages 
     ConfigurationPage(
         "sft.md",
         "Data, SFT and distillation",
-        "[Data formats](../data.md) describes the files.\n",
+        "Keys of the data stage, SFT and distillation. [Data](../data.md) describes the files.\n",
         ("stages.prepare_data", "stages.sft", "stages.distill"),
     ),
     ConfigurationPage(
         "preference.md",
         "Preference optimisation and reward models",
-        "[Algorithms](../algorithms.md) has the losses.\n",
+        "Keys of DPO and its relatives, and of reward models. [Algorithms](../algorithms.md#preference-losses) has the "
+        "losses.\n",
         ("stages.preference", "stages.reward_model"),
     ),
     ConfigurationPage(
         "policy.md",
         "Policy optimisation",
-        "[Algorithms](../algorithms.md) has the equations. [Rewards](rewards.md) have their own page.\n",
+        "Keys of GRPO, PPO and the other policy algorithms. [Algorithms](../algorithms.md) has the equations, "
+        "[Rewards](rewards.md) the options of the reward components.\n",
         ("stages.policy",),
     ),
     ConfigurationPage(
@@ -148,13 +150,14 @@ Every key of a pipeline's YAML file, one page for each kind of stage. The pages 
     ConfigurationPage(
         "thoughts.md",
         "Thoughts and networks",
-        "Two stages that train without the policy stage.\n",
+        "Keys of two stages that need no policy stage: [thoughts](../algorithms.md#thoughts) before answers, and "
+        "[networks](../training.md#networks-for-plain-observations) on Gymnasium environments.\n",
         ("stages.thoughts", "stages.network"),
     ),
     ConfigurationPage(
         "evaluation.md",
         "Evaluation and promotion",
-        "The stages after training, and your own stages.\n",
+        "Keys of the stages after training, and of [custom stages](../bring-your-own.md#stage).\n",
         (
             "stages.evaluate",
             "stages.analyze",
@@ -168,15 +171,16 @@ Every key of a pipeline's YAML file, one page for each kind of stage. The pages 
         "online.md",
         "Online learning",
         """\
-The block `online` of a pipeline, for `posttrain serve --learn`. The YAML file of `posttrain online` has the same keys
-at its top level. [Online learning](../online.md) explains them.
+Keys of the block `online`, for `posttrain serve --learn`. The file of `posttrain online worker` has them at its top
+level. [Online learning](../online.md) explains them.
 """,
         ("online",),
     ),
     ConfigurationPage(
         "services.md",
         "Servers",
-        "The chat server (`posttrain serve`) and the rating page (`posttrain label`).\n",
+        "Keys of the chat server ([`posttrain serve`](../serving.md)) and of the rating page "
+        "([`posttrain label`](../data.md#labels-by-people)).\n",
         ("serving", "prefer"),
     ),
 )
@@ -202,15 +206,14 @@ The metrics are in [the reference](../metrics.md#online-learning-online).
 _METRICS = """\
 # Metrics
 
-Every metric that a run logs: in MLflow, in `metrics.jsonl` of a stage's folder and on the live page. Generated from
-`rl_core/analysis/metrics.json`. The x axis is the number of optimizer steps. Braces stand for a name: `{level}` of the
-environment, `{model}` of the run, `{component}` of the reward (an import path with `.` for `:`). "`_low`, `_high`" are
-the bounds of the interval. Exit conditions, early stopping and rollback of the
-[curriculum](configuration/policy.md#stagespolicycurriculum) use these names.
+Look up what a metric means and when to worry. The names are those of MLflow, of `metrics.jsonl` in a stage's folder,
+of the live page and of [curriculum conditions](training.md#exit-conditions). The x axis is the number of optimizer
+steps. Braces stand for a name: `{level}` of the environment, `{model}` of the run, `{component}` of the reward (an
+import path with `.` for `:`). "`_low`, `_high`" are the bounds of the interval.
 
 ## Glossary
 
-Twenty metrics that tell whether a run is healthy.
+Start with these twenty, which tell whether a run is healthy.
 
 """
 
@@ -314,7 +317,7 @@ def _build_section(
             + ", ".join(f"`{key}`" for key in same)
             + "."
         )
-    lines += [about, ""]
+    lines += [_link_documents(about), ""]
     if len(places) > 1 or name != places[0]:
         others = ", ".join(f"`{place}`" for place in places if place != name)
         lines += [("Also " if name == places[0] else "In ") + others + ".", ""]
@@ -354,7 +357,7 @@ def _build_rows(
 
 
 def _link_documents(meaning: str) -> str:
-    """Turn `docs/data.md` in the meaning of a key into a link from a page of the configuration."""
+    """Turn `docs/data.md` in the meaning of a key or block into a link from a page of the configuration."""
     return re.sub(
         r"docs/([\w/-]+)\.md(#[\w-]+)?",
         lambda match: f"[{match[1].replace('-', ' ')}](../{match[1]}.md{match[2] or ''})",
@@ -406,7 +409,7 @@ def build_metrics_page() -> str:
 
 
 def _build_metric_group(group: MetricGroup) -> str:
-    """Build a group's table. Bounds of an interval and metrics of equal meaning share a row."""
+    """Build a group's table. Bounds of an interval and metrics of equal meaning, as for each model, share a row."""
     lines = [f"## {group.title}", "", group.about, "", "| name (unit) | meaning |", "|---|---|"]
     by_name = {metric.name: metric for metric in group.metrics}
     merged: set[str] = set()
@@ -421,6 +424,10 @@ def _build_metric_group(group: MetricGroup) -> str:
         if len(same) > 3:
             names = ", ".join(f"`{name}`" for name in same)
             merged |= set(same)
+        of_model = by_name.get(metric.name.replace("/", "/{model}/", 1))
+        if of_model is not None and of_model.name in same:
+            names += f", `{of_model.name}`"
+            merged.add(of_model.name)
         low, high = by_name.get(f"{metric.name}_low"), by_name.get(f"{metric.name}_high")
         if low is not None and high is not None:
             interval = low.meaning.removeprefix("Lower bound of its ").rstrip(".")
@@ -452,7 +459,7 @@ def build_coming_from_page() -> str:
 
 
 def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> str:
-    """Build two tables and a list: names of the same meaning, of another meaning, and without an equal."""
+    """Build two tables and a list: names of the same meaning, of another meaning, and without an equivalent."""
     same = [f"| {framework} | here |", "|---|---|"]
     different = [f"| {framework} | here | difference |", "|---|---|---|"]
     missing = []
@@ -474,7 +481,7 @@ def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> st
             "\n".join(same),
             f"### {framework}: different",
             "\n".join(different),
-            f"### {framework}: no equal",
+            f"### {framework}: no equivalent",
             "\n".join(missing),
         )
     )

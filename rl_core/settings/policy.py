@@ -152,7 +152,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     reference_precision: Precision = setting(
         "full",
         doc="weights of that model, if it is a copy (not with LoRA, which switches adapters off): int8 and int4 "
-        "(package torchao) save memory and change the KL (docs/online.md)",
+        "(package torchao) save memory and change the KL (docs/scaling.md)",
     )
     kl_in: Literal["loss", "reward"] = setting(
         "loss", doc="where the KL penalty is applied; in the reward it is k1 per token"
