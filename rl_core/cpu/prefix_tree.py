@@ -12,15 +12,16 @@ differ. The rows of a micro-batch are therefore a tree (trie) with one node for 
 - Embedding, norms, linear layers and MLP see each node once, in place of each token of a padded [B, S] batch.
 - Attention lets a node see itself and its ancestors. A row is the list of its nodes from the root; it computes queries
   only for its last nodes, those that no other row owns (`rl_core.cpu.attention_kernel`).
-- The output head sees each state once, with all tokens that follow it in some row as targets (`rl_core.models.logprobs`).
+- The output head sees each state once, with the tokens that follow it in some row as targets
+  (`rl_core.models.logprobs`).
 - A node's gradient is the sum over the rows that pass through it, always in the same order.
 
 Losses, log-probabilities and gradients equal those of separate rows up to rounding. Padding-free batches (TRL's
 `padding_free`, torch's variable-length attention) save the padding; a tree also saves the repeated tokens.
 
-`build_prefix_tree` finds the nodes of one micro-batch. `plan_tree_batches` splits the rows of a step into micro-batches by
-their nodes, so that rows that begin alike are in the same one. `capabilities.check_prefix_sharing` decides which models
-may use it.
+`build_prefix_tree` finds the nodes of one micro-batch. `plan_tree_batches` splits the rows of a step into micro-batches
+by their nodes, so that rows that begin alike are in the same one. `capabilities.check_prefix_sharing` decides which
+models may use it.
 
 T tokens of all rows, N nodes, R repeated tokens, B rows, S tokens of a padded row.
 """
@@ -148,8 +149,8 @@ def plan_tree_batches(units: Iterable[Sequence[bytes]], max_tokens: int) -> list
     Args:
         units: encoded rows (`encode_row`) that stay together: a single row, both sides of a pair, the contexts of an
             episode. More than 16.8 million tokens are planned in consecutive parts.
-    Returns: indices of the units in each micro-batch, ascending, the largest tree first; None if the trees would save at
-        most `MIN_SHARED_SHARE` of all tokens.
+    Returns: indices of the units in each micro-batch, ascending, the largest tree first; None if the trees would save
+        at most `MIN_SHARED_SHARE` of all tokens.
     """
     groups: list[tuple[int, list[int]]] = []
     num_tokens = 0

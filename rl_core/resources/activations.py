@@ -3,8 +3,8 @@
 There are two ways through a model (`capabilities.training_forward`): the packed forward pass on a CPU, whose saved
 tensors are counted here, and transformers' own, whose saved tensors are recorded on the meta device.
 
-Symbols: N tokens of a micro-batch (nodes of its prefix tree), H hidden, I width of the MLP, E width of the query heads, K width of the key/value
-heads, V vocabulary.
+Symbols: N tokens of a micro-batch (nodes of its prefix tree), H hidden, I width of the MLP, E width of the query heads,
+K width of the key/value heads, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prefix trees against rows computed alone: forward and backward pass of one step, three ways in turn.
 
-python tests/benchmarks/bench_prefix_trees.py [--size 3 | 135] [--micro 2048] [--threads 2] [--repeats 5] [--lora]
+python tests/benchmarks/bench_prefix_trees.py [--size 3 | 135] [--micro 2048] [--threads 1] [--repeats 5] [--lora]
 
 Random weights of a Llama of 3.2M parameters or of SmolLM2-135M's shape, random tokens. The steps:
 
@@ -11,8 +11,9 @@ Random weights of a Llama of 3.2M parameters or of SmolLM2-135M's shape, random 
 
 The ways: each row alone within length-sorted micro-batches; common beginnings shared within these micro-batches, as
 before prefix trees were planned; micro-batches planned by trees. Loss on the last 60 tokens of each row. Prints seconds
-as median [lowest, highest] of the repeats, the ratios of the medians to the first way, tokens that the layers compute,
-micro-batches, and the largest difference of a gradient to the first way.
+of processor time as median [lowest, highest] of the repeats (other programs slow a clock's seconds), the median by the
+clock, the ratio of both to the first way, tokens that the layers compute, micro-batches, and the largest difference of a
+gradient to the first way.
 """
 
 from __future__ import annotations
@@ -99,15 +100,15 @@ def compute_rows_alone() -> Iterator[None]:
         packed_forward.build_separate_trees = original
 
 
-def run_step(model: PreTrainedModel, batches: list[TrainBatch]) -> float:
-    """Run forward and backward passes; return the seconds."""
+def run_step(model: PreTrainedModel, batches: list[TrainBatch]) -> tuple[float, float]:
+    """Run forward and backward passes; return the seconds of processor time and by the clock."""
     model.zero_grad()
-    started = time.perf_counter()
+    started = time.process_time(), time.perf_counter()
     for batch in batches:
         logprobs_BS, _ = completion_logprobs(model, batch)
         weights_BS = torch.cos(torch.tensor(batch.rows, dtype=torch.float32))[:, None]
         (logprobs_BS * weights_BS).sum().backward()
-    return time.perf_counter() - started
+    return time.process_time() - started[0], time.perf_counter() - started[1]
 
 
 def measure_case(kind: str, model: PreTrainedModel, options: argparse.Namespace) -> None:
@@ -118,7 +119,7 @@ def measure_case(kind: str, model: PreTrainedModel, options: argparse.Namespace)
     ]
     plain = build_batches(rows, options.micro, 0)
     plans = [plain, plain, build_batches(rows, options.micro, 0, shares_prefixes=True)]
-    seconds: list[list[float]] = [[] for _ in WAYS]
+    seconds: list[list[tuple[float, float]]] = [[] for _ in WAYS]
     computed = [0] * len(WAYS)
     gradients: list[dict[str, torch.Tensor]] = [{} for _ in WAYS]
 
@@ -144,16 +145,17 @@ def measure_case(kind: str, model: PreTrainedModel, options: argparse.Namespace)
                 }
             else:
                 seconds[way].append(duration)
-    base = statistics.median(seconds[0])
+    medians = [[statistics.median(column) for column in zip(*way, strict=True)] for way in seconds]
     for way, name in enumerate(WAYS):
         differences = [
             float((gradients[way][key] - gradient).norm() / gradient.norm().clamp_min(1e-12))
             for key, gradient in gradients[0].items()
         ]
-        median = statistics.median(seconds[way])
+        (spent, clock), (base, base_clock) = medians[way], medians[0]
+        lowest, highest = min(seconds[way])[0], max(seconds[way])[0]
         print(
-            f"| {kind} | {name} | {median:.3f} [{min(seconds[way]):.3f}, {max(seconds[way]):.3f}] | "
-            f"{base / median:.2f} | {computed[way]:,} | {len(plans[way])} | {max(differences):.0e} |",
+            f"| {kind} | {name} | {spent:.2f} [{lowest:.2f}, {highest:.2f}] | {clock:.2f} | "
+            f"{base / spent:.2f}, {base_clock / clock:.2f} | {computed[way]:,} | {len(plans[way])} | {max(differences):.0e} |",
             flush=True,
         )
 
@@ -161,7 +163,7 @@ def measure_case(kind: str, model: PreTrainedModel, options: argparse.Namespace)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", type=int, choices=tuple(SHAPES), default=3)
-    for name, default in (("micro", 2048), ("threads", 2), ("repeats", 5)):
+    for name, default in (("micro", 2048), ("threads", 1), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16")
     parser.add_argument("--steps", nargs="+", default=["turns", "group", "agent", "distinct"])
@@ -181,8 +183,8 @@ def main() -> None:
         f"{options.threads} threads; {describe_processor()}; torch {torch.__version__}, "
         f"transformers {transformers.__version__}\n"
     )
-    print("| step | way | seconds | ratio | tokens | micro-batches | gradient |")
-    print("|---|---|---|---|---|---|---|")
+    print("| step | way | processor s | clock s | ratios | tokens | micro-batches | gradient |")
+    print("|---|---|---|---|---|---|---|---|")
     for kind in options.steps:
         measure_case(kind, model, options)
 

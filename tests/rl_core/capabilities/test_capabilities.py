@@ -220,7 +220,7 @@ REFUSED = [
     (
         "sharing",
         create_sliding_model,
-        "its training passes are transformers' own: some layers do not attend to all earlier tokens (sliding_attention)",
+        "its training passes are transformers' own: some layers do not attend to all earlier tokens",
     ),
     (
         "sharing",

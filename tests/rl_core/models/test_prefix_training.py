@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def compute_oracle(model, rows, *, value_head=None):
         ids = [*row.prompt_ids, *row.completion_ids]
         mask = [False] * len(row.prompt_ids) + list(row.loss_mask)
         edges = [0, *(len(row.prompt_ids) + start for start in row.context_starts), len(ids)]
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in pairwise(edges):
             states = base.base_model(input_ids=torch.tensor([ids[begin:end]]), use_cache=False)
             states_SH = states.last_hidden_state[0]
             logits_SV = base.get_output_embeddings()(states_SH) / row.temperature
@@ -348,7 +349,7 @@ def test_passes_are_deterministic(way):
     assert all(torch.equal(*pair) for pair in zip(results[0][2:], results[1][2:], strict=True))
 
 
-@pytest.mark.parametrize("max_tokens", [30, 10_000])
+@pytest.mark.parametrize("max_tokens", [25, 10_000])
 def test_a_trainer_plans_its_steps_by_trees(max_tokens):
     """Turns of two conversations: the step's loss and gradient norm are those of single rows, in fewer tokens."""
     sequences = build_turns([1, *PROMPT], 3) + build_turns([2, *PROMPT], 3)
@@ -361,11 +362,13 @@ def test_a_trainer_plans_its_steps_by_trees(max_tokens):
         trainer = SFTTrainer(model, 0, data, [], SFTSettings(**options), 0)
         seen = []
         model.model.layers[0].mlp.up_proj.register_forward_pre_hook(
-            lambda module, inputs, seen=seen: seen.append(len(inputs[0]))
+            lambda module, inputs, seen=seen: (
+                seen.append(len(inputs[0])) if inputs[0].ndim == 2 else None  # a trial
+            )
         )
         metrics = trainer.step()
         norms.append((metrics["train/loss"], metrics["train/grad_norm"]))
         tokens.append(seen)
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert sum(tokens[0]) == sum(map(len, sequences)) == 2 * (10 + 15 + 20)
-    assert tokens[1] == ([40] if max_tokens > 30 else [20, 20])
+    assert tokens[1] == ([40] if max_tokens > 25 else [20, 20])
