@@ -12,8 +12,8 @@ Random weights of a Llama of 3.2M parameters or of SmolLM2-135M's shape, random 
 The ways: each row alone within length-sorted micro-batches; common beginnings shared within these micro-batches, as
 before prefix trees were planned; micro-batches planned by trees. Loss on the last 60 tokens of each row. Prints seconds
 of processor time as median [lowest, highest] of the repeats (other programs slow a clock's seconds), the median by the
-clock, the ratio of both to the first way, tokens that the layers compute, micro-batches, and the largest difference of a
-gradient to the first way.
+clock, the ratio of both to the first way, tokens that the layers compute, micro-batches, and the largest difference of
+a gradient to the first way.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def measure_case(kind: str, model: PreTrainedModel, options: argparse.Namespace)
         lowest, highest = min(seconds[way])[0], max(seconds[way])[0]
         print(
             f"| {kind} | {name} | {spent:.2f} [{lowest:.2f}, {highest:.2f}] | {clock:.2f} | "
-            f"{base / spent:.2f}, {base_clock / clock:.2f} | {computed[way]:,} | {len(plans[way])} | {max(differences):.0e} |",
+            f"{base / spent:.2f}, {base_clock / clock:.2f} | {computed[way]:,} | {len(plans[way])} | "
+            f"{max(differences):.0e} |",
             flush=True,
         )
 
@@ -178,10 +179,10 @@ def main() -> None:
     if options.lora:
         model = add_adapter(model, LoraSettings(rank=16))
         options.counted = f"base_model.model.{options.counted}"
+    adapters = ", adapters" if options.lora else ""
     print(
-        f"{options.size}M parameters{', adapters' if options.lora else ''}, micro_batch_tokens {options.micro}, "
-        f"{options.threads} threads; {describe_processor()}; torch {torch.__version__}, "
-        f"transformers {transformers.__version__}\n"
+        f"{options.size}M parameters{adapters}, micro_batch_tokens {options.micro}, threads {options.threads}; "
+        f"{describe_processor()}; torch {torch.__version__}, transformers {transformers.__version__}\n"
     )
     print("| step | way | processor s | clock s | ratios | tokens | micro-batches | gradient |")
     print("|---|---|---|---|---|---|---|---|")
