@@ -85,19 +85,22 @@ def check_prefix_sharing(model: Any, device: str | None = None) -> Decision:
     Args:
         model: as in `check_training_forward`.
     """
-    trunk = unwrap_adapters(model).base_model
     return build_decision(
         "prefix trees",
-        _find_sharing_obstacles(trunk, device),
+        _find_sharing_obstacles(unwrap_adapters(model), device),
         "common beginnings of rows are computed once, and micro_batch_tokens counts them once",
         "every row is computed from its first token, and micro_batch_tokens counts padded tokens",
     )
 
 
-def _find_sharing_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
-    if not (decision := check_training_forward(trunk, device)).allowed:
+def _find_sharing_obstacles(base: Any, device: str | None) -> Iterator[str]:
+    if not (decision := check_training_forward(base, device)).allowed:
         yield f"its training passes are transformers' own: {decision.reason}"
-    if has_active_dropout(trunk):
+    has_head = getattr(base, "get_output_embeddings", lambda: None)() is not None
+    head = check_chunked_head(base) if has_head else None
+    if head is not None and not head.allowed and not head.is_undecided:
+        yield f"its logits are computed over padded rows: {head.reason}"
+    if has_active_dropout(base.base_model):
         yield "dropout of its adapters gives equal tokens different noise (dropout: false switches it off)"
 
 

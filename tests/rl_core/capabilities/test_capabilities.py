@@ -224,6 +224,11 @@ REFUSED = [
     ),
     (
         "sharing",
+        lambda: get_peft_model(create_llama(), LoraConfig(r=2, target_modules=["lm_head"])),
+        "its logits are computed over padded rows: its output head is Linear of peft",
+    ),
+    (
+        "sharing",
         lambda: add_lora(create_llama(), lora_dropout=0.1),
         "dropout of its adapters gives equal tokens different noise",
     ),
