@@ -9,7 +9,7 @@ differ. The rows of a micro-batch are therefore a tree (trie) with one node for 
     row 1   A B C E F    ->             \
     row 2   A B                          E - F        6 nodes for 11 tokens
 
-- Embedding, norms, linear layers and MLP see each node once, in place of each token of a padded [B, S] batch.
+- Embedding, norms, linear layers and MLP see each node once instead of every token of a padded [B, S] batch.
 - Attention lets a node see itself and its ancestors. A row is the list of its nodes from the root; it computes queries
   only for its last nodes, those that no other row owns (`rl_core.cpu.attention_kernel`).
 - The output head sees each state once, with the tokens that follow it in some row as targets

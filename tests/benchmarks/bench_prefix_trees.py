@@ -124,7 +124,7 @@ def measure_case(kind: str, model: PreTrainedModel, options: argparse.Namespace)
     gradients: list[dict[str, torch.Tensor]] = [{} for _ in WAYS]
 
     def count_tokens(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        computed[way] += len(inputs[0])
+        computed[way] += len(inputs[0]) if inputs[0].ndim == 2 else 0  # not those of a trial
 
     for repeat in range(options.repeats + 1):  # the first round warms up, counts and compares
         ways = range(len(WAYS)) if repeat % 2 == 0 else reversed(range(len(WAYS)))
