@@ -37,8 +37,9 @@ import numpy as np
 import torch
 
 MIN_SHARED_SHARE = 0.05  # sharing fewer tokens than this costs about what it saves
-# A further micro-batch takes about as long as this many tokens: it adds to the gradient of every weight once more.
-_MICRO_BATCH_COST = 32
+# A further micro-batch takes as long as this many tokens, because it adds to the gradient of every weight once more
+# (3.2M parameters, `tests/benchmarks/results/speed.md`).
+_MICRO_BATCH_COST = 96
 _WINDOW_TOKENS = 2**24  # tokens that are sorted at a time: 64 MiB
 
 

@@ -105,14 +105,14 @@ def build_branches(prompt, *branches):
 
 
 def test_a_micro_batch_ends_where_little_is_repeated():
-    first = build_branches([1] * 30, [2] * 4, [3] * 4, [4] * 4)  # 42 nodes
-    second = build_branches([5] * 30, [2] * 4, [3] * 4)  # 38 nodes
+    first = build_branches([1] * 100, [2] * 4, [3] * 4, [4] * 4)  # 112 nodes
+    second = build_branches([5] * 100, [2] * 4, [3] * 4)  # 108 nodes
     units = encode([second[0], first[2], first[0], second[1], first[1]])
-    assert plan_tree_batches(units, 80) == [[0, 1, 2, 3, 4]]
-    # 76 tokens would hold one branch of the second tree as well, but 30 tokens would be computed twice
-    assert plan_tree_batches(units, 76) == [[1, 2, 4], [0, 3]]
-    # a tree above the budget is cut: 38 nodes, then 34
-    assert plan_tree_batches(encode(first), 38) == [[0, 1], [2]]
+    assert plan_tree_batches(units, 220) == [[0, 1, 2, 3, 4]]
+    # 216 tokens would hold one branch of the second tree as well, but 100 tokens would be computed twice
+    assert plan_tree_batches(units, 216) == [[1, 2, 4], [0, 3]]
+    # a tree above the budget is cut: 108 nodes, then 104
+    assert plan_tree_batches(encode(first), 108) == [[0, 1], [2]]
     assert plan_tree_batches(encode(first), 5) is None  # each stands alone, so nothing is shared
     assert plan_tree_batches([], 5) is None
 
