@@ -448,8 +448,9 @@ def _count_group_tokens(rows: Sequence[int], flat_N: torch.Tensor, width: int) -
 
 def has_active_dropout(trunk: Any) -> bool:
     """Return whether equal tokens get different noise (adapters with dropout)."""
-    return trunk.training and any(
-        isinstance(module, nn.Dropout) and module.p > 0 for module in trunk.layers[0].modules()
+    return any(
+        isinstance(module, nn.Dropout) and module.training and module.p > 0
+        for module in trunk.layers[0].modules()
     )
 
 

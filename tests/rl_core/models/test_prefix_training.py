@@ -20,7 +20,9 @@ from transformers import (
 )
 
 from rl_core.capabilities import check_prefix_sharing
+from rl_core.models.forward_modes import use_training_mode
 from rl_core.models.heads import SeparateCritic, ValueHead, compute_sequence_scores
+from rl_core.models.hidden_states import compute_prefix_states
 from rl_core.models.logprobs import compute_token_outputs
 from rl_core.models.lora import add_adapter, unwrap_model
 from rl_core.rollouts.batching import TrainRow, build_batches
@@ -266,6 +268,18 @@ def test_contexts_of_an_episode_in_one_row(way):
             mask += [False] * (len(context) - 3) + [True] * 3
         rows.append(TrainRow(prompt, completion, mask, context_starts=starts))
     compare(create(create_llama), rows)
+
+
+def test_checkpointing_without_dropout_shares_prefixes():
+    """Layers that checkpoint stay in training mode while dropout is off; their adapters draw no masks."""
+    torch.manual_seed(0)
+    model = add_adapter(create_checkpointed_llama(), LoraSettings(rank=4, dropout=0.5)).train()
+    assert not check_prefix_sharing(model).allowed
+    (batch,) = build_batches(build_rows(SEQUENCES["turns"]), 1000, 0, shares_prefixes=True)
+    with use_training_mode(model, dropout=False):
+        assert unwrap_model(model).base_model.layers[0].training
+        assert check_prefix_sharing(model).allowed
+        assert compute_prefix_states(unwrap_model(model), batch).is_shared
 
 
 def test_other_families_compute_every_row(way):
