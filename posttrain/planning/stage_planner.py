@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from posttrain.planning.target import (
     list_target_notes,
 )
 from rl_core.capabilities import check_training_forward
+from rl_core.cpu.prefix_tree import MIN_SHARED_SHARE
 from rl_core.resources.activations import (
     Activations,
     MicroBatch,
@@ -372,23 +374,34 @@ class StagePlanner:
     ) -> MicroBatch:
         """Return the largest micro-batch of a step of `rows` examples with `sides` rows of `length` tokens each.
 
-        On a CPU rows of one group share the states of their prompt (`rl_core.cpu.run_packed_forward`).
+        Rows of one group share the states of their prompt, if the model shares prefixes; they are then counted once.
         Args:
             extra_rows: further rows of an example that count towards the limit, but not in the pass with gradient.
         """
-        if block.dropout and self.model.policy.drops_out and not isinstance(block, SFTSettings):
-            capacity = 1  # each example has its own masks
-        else:
-            capacity = max(1, block.micro_batch_tokens // (sides + extra_rows) // length)
-        examples = max(1, min(rows, capacity))
-        padded = examples * sides * length
-        shared = 0
-        if self.target.device == "cpu" and group > 1:
+        drops_out = block.dropout and self.model.policy.drops_out
+        is_shared = not drops_out and group > 1 and self._uses_packed_forward(block)
+
+        def count_tokens(examples: int) -> int:
+            padded = examples * sides * length
             group_rows = min(group, examples * sides)
             shared = prompt * (examples * sides - -(-examples * sides // group_rows))
-        computed = padded - shared if shared > 0.05 * padded else padded
+            return padded - shared if is_shared and shared > MIN_SHARED_SHARE * padded else padded
+
+        if drops_out and not isinstance(block, SFTSettings):
+            capacity = 1  # each example has its own masks
+        else:
+            extra = extra_rows * length
+            capacity = bisect.bisect_right(
+                range(1, rows + 1),
+                block.micro_batch_tokens,
+                key=lambda examples: count_tokens(examples) + examples * extra,
+            )
+        examples = max(1, min(rows, capacity))
         return MicroBatch(
-            computed, padded, examples * sides * loss_length, max(1, math.ceil(rows / examples))
+            count_tokens(examples),
+            examples * sides * length,
+            examples * sides * loss_length,
+            max(1, math.ceil(rows / examples)),
         )
 
     def _plan_update_phases(
@@ -414,7 +427,7 @@ class StagePlanner:
         """Return whether passes go through `rl_core.cpu.run_packed_forward`."""
         if self.target.device != "cpu":
             return False
-        if block.activation_checkpointing or block.autocast != "none":
+        if block.autocast != "none":
             return False
         return check_training_forward(self.model.module, "cpu").allowed
 
@@ -434,10 +447,13 @@ class StagePlanner:
     ) -> Activations:
         machine = self.target.machine
         if self._uses_packed_forward(block):
-            packed = estimate_packed_activations(shape, batch)
+            recomputed = block.activation_checkpointing
+            packed = estimate_packed_activations(shape, batch, checkpointing=recomputed)
             has_adapters = bool(shape.ranks)
             if machine is None:
                 return packed.with_heap_holes(_ADAPTER_HEAP_SHARE) if has_adapters else packed
+            if recomputed:
+                return packed.with_heap_holes(machine.heap_share_recomputed)
             return packed.with_heap_holes(
                 machine.heap_share_adapters if has_adapters else machine.heap_share
             )

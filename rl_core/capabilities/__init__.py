@@ -25,6 +25,7 @@ from rl_core.capabilities.rotary_positions import check_rotary_positions
 from rl_core.capabilities.training import (
     check_chunked_head,
     check_independent_rows,
+    check_prefix_sharing,
     check_router_logits,
     check_sequence_packing,
     check_training_forward,
@@ -40,6 +41,7 @@ __all__ = [
     "check_fused_step",
     "check_independent_rows",
     "check_packed_weights",
+    "check_prefix_sharing",
     "needs_single_packed_row",
     "check_chunked_head",
     "check_rotary_positions",
@@ -56,6 +58,7 @@ class Capabilities:
 
     positions: Decision
     training_forward: Decision
+    prefix_sharing: Decision
     plain_head: Decision
     sequence_packing: Decision
     decoder: Decision
@@ -80,6 +83,7 @@ def inspect_capabilities(model: Any, device: str | None = None) -> Capabilities:
     return Capabilities(
         positions=check_rotary_positions(model),
         training_forward=check_training_forward(model, device),
+        prefix_sharing=check_prefix_sharing(model, device),
         plain_head=check_chunked_head(model),
         sequence_packing=check_sequence_packing(model),
         decoder=check_rollout_decoder(model, device),

@@ -1,4 +1,5 @@
-"""Fast paths of training: the packed forward pass on a CPU, and properties found by a trial run on a few tokens.
+"""Fast paths of training: the packed forward pass on a CPU, prefix trees, and properties found by a trial run on a few
+tokens.
 
 B rows, S tokens of a sequence.
 """
@@ -23,6 +24,7 @@ from rl_core.capabilities.decision import (
     unwrap_adapters,
 )
 from rl_core.cpu import attention_kernel, gemm, layer_kernels
+from rl_core.cpu.packed_forward import has_active_dropout
 from rl_core.distributed.sharding import is_sharded_module
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -36,8 +38,7 @@ def check_training_forward(model: Any, device: str | None = None) -> Decision:
     """Decide about the packed forward pass on a CPU (`rl_core.cpu.packed_forward.run_packed_forward`), adapters
     included.
 
-    The decision depends on the model's current mode: dropout and activation checkpointing are obstacles in training
-    mode only. Batches of packed rows (`position_ids_BS`) always go to transformers.
+    The decision depends on the model's current mode: dropout in attention is an obstacle in training mode only.
 
     Args:
         model: a transformers model with a head, or its trunk.
@@ -46,7 +47,7 @@ def check_training_forward(model: Any, device: str | None = None) -> Decision:
     return build_decision(
         "training forward",
         _find_training_obstacles(trunk, device),
-        "known family in float32 on a CPU: layers see real tokens only, common prefixes once",
+        "known family in float32 on a CPU: layers see real tokens only",
         "transformers' own forward pass over padded rows",
     )
 
@@ -72,11 +73,35 @@ def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
         yield f"its activation is {config.hidden_act}; this path computes silu"
     if trunk.training and getattr(config, "attention_dropout", 0.0):
         yield f"attention_dropout is {config.attention_dropout}; this path has none (dropout: false switches it off)"
-    if trunk.training and any(
-        getattr(module, "gradient_checkpointing", False) for module in (trunk, *trunk.layers[:1])
-    ):
-        yield "activation checkpointing is on, which needs transformers' layers"
     yield from find_position_obstacles(trunk)
+
+
+def check_prefix_sharing(model: Any, device: str | None = None) -> Decision:
+    """Decide about prefix trees: rows of a micro-batch that begin alike are computed once up to where they differ
+    (`rl_core.cpu.prefix_tree`).
+
+    The decision depends on the model's current mode: dropout is an obstacle in training mode only.
+
+    Args:
+        model: as in `check_training_forward`.
+    """
+    return build_decision(
+        "prefix trees",
+        _find_sharing_obstacles(unwrap_adapters(model), device),
+        "common beginnings of rows are computed once, and micro_batch_tokens counts them once",
+        "every row is computed from its first token, and micro_batch_tokens counts padded tokens",
+    )
+
+
+def _find_sharing_obstacles(base: Any, device: str | None) -> Iterator[str]:
+    if not (decision := check_training_forward(base, device)).allowed:
+        yield f"its training passes are transformers' own: {decision.reason}"
+    has_head = getattr(base, "get_output_embeddings", lambda: None)() is not None
+    head = check_chunked_head(base) if has_head else None
+    if head is not None and not head.allowed and not head.is_undecided:
+        yield f"its logits are computed over padded rows: {head.reason}"
+    if has_active_dropout(base.base_model):
+        yield "dropout of its adapters gives equal tokens different noise (dropout: false switches it off)"
 
 
 def check_independent_rows(model: Any, device: str | None = None) -> Decision:

@@ -1,14 +1,14 @@
-"""Forward pass of Llama, Qwen2 and Qwen3 on real tokens only, for training on a CPU in float32.
+"""Forward pass of Llama, Qwen2 and Qwen3 on the distinct prefixes of a batch, for training on a CPU in float32.
 
 transformers computes every layer on the padded rectangle and builds norms, rotary embeddings and gated activations
 from many small kernels, each with its own pass over memory. On a CPU that costs more than the matrix products. Here
-the same layers, calling the same linear modules (adapters included), run on the real tokens laid end to end. Prefixes
-that rows share (prompts of a group, a pair, a whole task) are computed once: a causal model's states at a token
-depend on it and the tokens before it. Only attention sees rows: compiled code (`rl_core.cpu.attention_kernel`) takes
-rows of any length; torch's kernel gets rectangles of rows of similar length.
+the same layers, calling the same linear modules (adapters included), run on the nodes of the rows' prefix tree
+(`rl_core.cpu.prefix_tree`), laid end to end: no padding, and common beginnings of rows once. Only attention sees rows:
+compiled code (`rl_core.cpu.attention_kernel`) takes rows of any length and computes each node's query once; torch's
+kernel gets rectangles of rows of similar length, common beginnings included.
 
-B rows, S tokens of a padded row, T real tokens, N of them with distinct prefixes, P positions of all rectangles, H
-hidden, h all heads, D head size, I width of the MLP, E = width of all query heads.
+B rows, S tokens of a padded row, T real tokens, N nodes of their prefix tree, P positions of all rectangles, H hidden,
+h all heads, D head size, I width of the MLP, E = width of all query heads.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from rl_core.cpu import attention_kernel
 from rl_core.cpu.layer_kernels import add_norm, apply_gated_silu, apply_linears, apply_rms_norm
+from rl_core.cpu.prefix_tree import MIN_SHARED_SHARE, PrefixTree, build_separate_trees
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
@@ -33,16 +35,6 @@ from rl_core.types import TrainBatch
 _MIN_FILLED_SHARE = 0.85
 # if the rectangle has this many rows, because every call of the attention kernel has a fixed cost.
 _MIN_RECTANGLE_ROWS = 8
-_MIN_SHARED_SHARE = 0.05  # sharing fewer tokens than this costs about what it saves
-
-
-@dataclass(slots=True)
-class SharedPrefixes:
-    """Equivalence of real tokens, laid end to end row by row: the same token with the same tokens before it."""
-
-    unique_T: torch.Tensor  # int64, index in 0..N-1 of each real token
-    first_N: torch.Tensor  # int64, ascending: the first real token of each index
-    repeated_R: torch.Tensor  # int64, the T - N real tokens not in `first_N`
 
 
 @dataclass(slots=True)
@@ -54,82 +46,36 @@ class RowGroups:
     tokens: list[int] = field(default_factory=list)
 
 
-def find_shared_prefixes(
-    ids_BS: torch.Tensor, lengths: Sequence[int], *, min_share: float = 0.0
-) -> SharedPrefixes | None:
-    """Find common prefixes; return None if sharing would not save more than `min_share` of all real tokens.
-
-    Args:
-        ids_BS: right-padded token ids on the CPU.
-        lengths: real tokens of each row.
+@dataclass(slots=True)
+class PrefixStates:
+    """Last hidden states of a batch, after the final norm, with gradient: one for each distinct prefix, or one for each
+    position if the rows do not share any.
     """
-    if len(lengths) < 2:
-        return None
-    ids_BS = ids_BS.contiguous()
-    # Sorted as bytes, rows with a common prefix are adjacent, and each row shares most with a neighbour.
 
-    def get_bytes(row: int) -> bytes:
-        return ids_BS[row, : lengths[row]].numpy().tobytes()
+    states_NH: torch.Tensor
+    numbers_BS: torch.Tensor  # int64, the state of each position; 0 where there is none
+    is_shared: bool = False  # True = several positions may have one state
 
-    order = sorted(range(len(lengths)), key=get_bytes)
-    previous, following = ids_BS[order[:-1]], ids_BS[order[1:]]
-    lengths_B = torch.tensor(lengths)
-    limits = torch.minimum(lengths_B[order[:-1]], lengths_B[order[1:]])
-    common = (previous == following).to(torch.int64).cumprod(1).sum(1).minimum(limits).tolist()
-    if sum(common) <= min_share * sum(lengths) or not sum(common):
-        return None
-    starts = [0] * len(lengths)
-    for row in range(1, len(lengths)):
-        starts[row] = starts[row - 1] + lengths[row - 1]
-    origins_T = torch.arange(sum(lengths))  # representative real token of each
-    for i, count in enumerate(common, start=1):
-        start, previous_start = starts[order[i]], starts[order[i - 1]]
-        origins_T[start : start + count] = origins_T[previous_start : previous_start + count]
-    is_first_T = origins_T == torch.arange(len(origins_T))
-    numbers_T = is_first_T.cumsum(0) - 1
-    return SharedPrefixes(
-        numbers_T[origins_T], is_first_T.nonzero().squeeze(1), (~is_first_T).nonzero().squeeze(1)
-    )
+    @classmethod
+    def from_padded(cls, hidden_BSH: torch.Tensor) -> PrefixStates:
+        """Wrap states of all positions."""
+        numbers_P = torch.arange(hidden_BSH.shape[:2].numel(), device=hidden_BSH.device)
+        return cls(hidden_BSH.flatten(0, 1), numbers_P.view(hidden_BSH.shape[:2]))
 
+    def select(self, positions_N: torch.Tensor) -> torch.Tensor:
+        """Select the states [N, H] at flat positions of the batch."""
+        numbers_N = self.numbers_BS.reshape(-1)[positions_N]
+        if len(numbers_N) == len(self.states_NH):
+            in_order_N = torch.arange(len(numbers_N), device=numbers_N.device)
+            if torch.equal(numbers_N, in_order_N):  # spares a copy, and one of the gradient
+                return self.states_NH
+        return self.states_NH.index_select(0, numbers_N)
 
-def find_group_prefixes(
-    groups: Sequence[int], ids_BS: torch.Tensor, lengths: Sequence[int], *, min_share: float = 0.0
-) -> SharedPrefixes | None:
-    """Find common prefixes within groups of rows; the result for a group depends on its own rows alone.
-
-    Args:
-        groups: number of consecutive rows of each group.
-        ids_BS, lengths, min_share: as in `find_shared_prefixes`; `min_share` applies to each group.
-    """
-    if len(groups) < 2:
-        return find_shared_prefixes(ids_BS, lengths, min_share=min_share)
-    parts = []
-    row = start = count = 0
-    has_shared = False
-    for rows in groups:
-        total = sum(lengths[row : row + rows])
-        shared = find_shared_prefixes(
-            ids_BS[row : row + rows], lengths[row : row + rows], min_share=min_share
-        )
-        has_shared |= shared is not None
-        if shared is None:
-            all_tokens = torch.arange(total)
-            shared = SharedPrefixes(all_tokens, all_tokens, all_tokens[:0])
-        parts.append(
-            SharedPrefixes(
-                shared.unique_T + count, shared.first_N + start, shared.repeated_R + start
-            )
-        )
-        row, start, count = row + rows, start + total, count + len(shared.first_N)
-    if not has_shared:
-        return None
-    return SharedPrefixes(
-        *(torch.cat(part) for part in zip(*map(_list_fields, parts), strict=True))
-    )
-
-
-def _list_fields(shared: SharedPrefixes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return shared.unique_T, shared.first_N, shared.repeated_R
+    def spread(self, positions_N: torch.Tensor) -> torch.Tensor:
+        """Return the states at flat positions as [B, S, H], 0 elsewhere."""
+        padded_PH = self.states_NH.new_zeros(self.numbers_BS.numel(), self.states_NH.shape[1])
+        padded_PH = padded_PH.index_copy(0, positions_N, self.select(positions_N))
+        return padded_PH.unflatten(0, self.numbers_BS.shape)
 
 
 class PackedAttention(abc.ABC):
@@ -150,7 +96,7 @@ class PackedAttention(abc.ABC):
 
 def build_attention(
     lengths: list[int],
-    shared: SharedPrefixes | None,
+    tree: PrefixTree | None,
     head_dim: int,
     cos_ND: torch.Tensor,
     sin_ND: torch.Tensor,
@@ -162,8 +108,8 @@ def build_attention(
         else None
     )
     if compiled is not None:
-        return _KernelAttention(compiled, _index_rows(lengths, shared), cos_ND, sin_ND)
-    return _RectangleAttention(_build_rectangles(lengths, shared), cos_ND, sin_ND)
+        return _KernelAttention(compiled, _index_rows(lengths, tree), cos_ND, sin_ND)
+    return _RectangleAttention(_build_rectangles(lengths, tree), cos_ND, sin_ND)
 
 
 def select_rows(x_N: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -189,27 +135,25 @@ class _KernelAttention(PackedAttention):
         return out_NE
 
 
-def _index_rows(
-    lengths: Sequence[int], shared: SharedPrefixes | None
-) -> attention_kernel.AttentionRows:
+def _index_rows(lengths: Sequence[int], tree: PrefixTree | None) -> attention_kernel.AttentionRows:
     lengths_R = torch.tensor(lengths)
     starts_R = functional.pad(lengths_R.cumsum(0), (1, 0))
     count = int(starts_R[-1])
-    if shared is None:
+    if tree is None:
         all_tokens = torch.arange(count)
         ends_N = torch.arange(count + 1)
         return attention_kernel.AttentionRows(
             starts_R, all_tokens, torch.zeros_like(lengths_R), ends_N, all_tokens, max(lengths)
         )
-    # A row shares its beginning with an earlier row, so its own tokens come after that.
     row_of_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_R)
-    first_R = torch.bincount(row_of_T[shared.repeated_R], minlength=len(lengths))
+    # the nodes that a row does not own are its first ones
+    first_R = torch.bincount(row_of_T[tree.repeated_R], minlength=len(lengths))
     ends_N = functional.pad(
-        torch.bincount(shared.unique_T, minlength=len(shared.first_N)).cumsum(0), (1, 0)
+        torch.bincount(tree.nodes_T, minlength=tree.num_nodes).cumsum(0), (1, 0)
     )
-    positions_T = shared.unique_T.argsort(stable=True)
+    positions_T = tree.nodes_T.argsort(stable=True)
     return attention_kernel.AttentionRows(
-        starts_R, shared.unique_T, first_R, ends_N, positions_T, max(lengths)
+        starts_R, tree.nodes_T, first_R, ends_N, positions_T, max(lengths)
     )
 
 
@@ -288,7 +232,7 @@ class _RowRectangles:
         return joined_NE
 
 
-def _build_rectangles(lengths: list[int], shared: SharedPrefixes | None = None) -> _RowRectangles:
+def _build_rectangles(lengths: list[int], tree: PrefixTree | None = None) -> _RowRectangles:
     """Build rectangles for rows of these lengths: sorted by length, split where padding would be large."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -312,11 +256,10 @@ def _build_rectangles(lengths: list[int], shared: SharedPrefixes | None = None) 
     tokens_P, real_positions_T = torch.cat(tokens), torch.cat(is_real).nonzero().squeeze(1)
     positions_T = torch.empty_like(real_positions_T)
     positions_T[tokens_P[real_positions_T]] = real_positions_T
-    if shared is None:
+    if tree is None:
         return _RowRectangles(shapes, tokens_P, positions_T)
-    repeated_R = shared.repeated_R
-    repeated = positions_T[repeated_R], shared.unique_T[repeated_R]
-    return _RowRectangles(shapes, shared.unique_T[tokens_P], positions_T[shared.first_N], repeated)
+    repeated = positions_T[tree.repeated_R], tree.nodes_T[tree.repeated_R]
+    return _RowRectangles(shapes, tree.nodes_T[tokens_P], positions_T[tree.owners_N], repeated)
 
 
 class _Rotary(torch.autograd.Function):
@@ -406,80 +349,108 @@ def run_packed_forward(
     batch: TrainBatch,
     needed_BS: torch.Tensor | None = None,
     groups: RowGroups | None = None,
-) -> torch.Tensor:
+) -> PrefixStates:
     """Compute the last hidden states, after the final norm, of a right-padded batch, with gradient.
+
+    If the model checkpoints activations, each layer saves its input alone and is computed again in backward.
 
     Args:
         trunk: of a family that `capabilities.check_training_forward` allows.
         needed_BS: True at positions whose hidden states will be read, all of them real; None = all real positions.
         groups: rows that share no prefixes with others; its `tokens` are set before linear layers are called.
-    Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
     Raises: DataError if a needed position is padding by the attention mask.
     """
     ids_BS, mask_BS = batch.input_ids_BS, batch.attention_mask_BS
     check_needed_positions(mask_BS, needed_BS)
     lengths = mask_BS.sum(1).tolist()
     rows = [len(lengths)] if groups is None else groups.rows
-    shared = (
-        None
-        if _has_active_dropout(trunk)
-        else find_group_prefixes(rows, ids_BS, lengths, min_share=_MIN_SHARED_SHARE)
-    )
-    flat_T = (
-        mask_BS.reshape(-1).nonzero().squeeze(1)
-    )  # flat position of each real token in the batch
-    flat_N = flat_T if shared is None else flat_T[shared.first_N]
-    # flat positions of the result, and the token in 0..N-1 of each; None = the same order
-    out_T = flat_T
-    from_T = None if shared is None else shared.unique_T
+    tree = None
+    if not has_active_dropout(trunk):
+        tree = build_separate_trees(rows, ids_BS, lengths, min_share=MIN_SHARED_SHARE)
+    # flat position of each real token in the batch, and of each node's owner
+    flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)
+    flat_N = flat_T if tree is None else flat_T[tree.owners_N]
     x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
-    _count_tokens(groups, flat_N, ids_BS)
     layers = trunk.layers[: trunk.config.num_hidden_layers]
     cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
-    attend = build_attention(lengths, shared, layers[0].self_attn.head_dim, cos_1ND[0], sin_1ND[0])
-    normed_NH = apply_rms_norm(x_NH, layers[0].input_layernorm)
-    for index, layer in enumerate(layers):
-        heads_NhD, kv_heads = _project_heads(layer.self_attn, normed_NH)
-        attended_NE = attend(heads_NhD, kv_heads, layer.self_attn.scaling)
-        # after the last attention only the needed tokens matter
-        if index + 1 == len(layers) and needed_BS is not None:
-            needed_T = needed_BS.reshape(-1)[flat_T]
-            out_T = flat_T[needed_T]
-            if from_T is None:
-                needed_n = needed_T.nonzero().squeeze(1)
-            else:
-                needed_n, from_T = torch.unique(from_T[needed_T], return_inverse=True)
+    attend = build_attention(lengths, tree, layers[0].self_attn.head_dim, cos_1ND[0], sin_1ND[0])
+    read_T, needed_n, numbers_T = _find_needed_nodes(flat_T, tree, needed_BS)
+
+    def count_tokens(flat: torch.Tensor) -> None:
+        if groups is not None:
+            groups.tokens = _count_group_tokens(groups.rows, flat, ids_BS.shape[1])
+
+    def run_layer(
+        index: int, x_NH: torch.Tensor, normed_NH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the state after attention and what the MLP adds to it."""
+        attention, layer = layers[index].self_attn, layers[index]
+        heads_NhD, kv_heads = _project_heads(attention, normed_NH)
+        attended_NE = attend(heads_NhD, kv_heads, attention.scaling)
+        # after the last attention only the needed nodes matter
+        if index + 1 == len(layers) and needed_n is not None:
             attended_NE, x_NH = select_rows(attended_NE, needed_n), select_rows(x_NH, needed_n)
-            _count_tokens(groups, flat_N[needed_n], ids_BS)
+            count_tokens(flat_N[needed_n])
         # results of linear layers stay unnamed, so that they are freed early without gradients
         x_NH, normed_NH = add_norm(
-            x_NH,
-            apply_linears(attended_NE, [layer.self_attn.o_proj]),
-            layer.post_attention_layernorm,
+            x_NH, apply_linears(attended_NE, [attention.o_proj]), layer.post_attention_layernorm
         )
         gated_NI = apply_gated_silu(
             apply_linears(normed_NH, [layer.mlp.gate_proj, layer.mlp.up_proj])
         )
-        next_norm = layers[index + 1].input_layernorm if index + 1 < len(layers) else trunk.norm
-        x_NH, normed_NH = add_norm(x_NH, apply_linears(gated_NI, [layer.mlp.down_proj]), next_norm)
-    states_TH = normed_NH if from_T is None else normed_NH.index_select(0, from_T)
-    flat_PH = x_NH.new_zeros(ids_BS.numel(), x_NH.shape[1])
-    return flat_PH.index_copy(0, out_T, states_TH).unflatten(0, ids_BS.shape)
+        return x_NH, apply_linears(gated_NI, [layer.mlp.down_proj])
+
+    def run_from_input(index: int, x_NH: torch.Tensor) -> torch.Tensor:
+        x_NH, added_NH = run_layer(index, x_NH, apply_rms_norm(x_NH, layers[index].input_layernorm))
+        return x_NH + added_NH
+
+    count_tokens(flat_N)
+    if _checkpoints_activations(trunk) and groups is None and torch.is_grad_enabled():
+        for index in range(len(layers)):
+            x_NH = checkpoint(run_from_input, index, x_NH, use_reentrant=False)
+        normed_NH = apply_rms_norm(x_NH, trunk.norm)
+    else:
+        normed_NH = apply_rms_norm(x_NH, layers[0].input_layernorm)
+        next_norms = [*(layer.input_layernorm for layer in layers[1:]), trunk.norm]
+        for index, next_norm in enumerate(next_norms):
+            x_NH, normed_NH = add_norm(*run_layer(index, x_NH, normed_NH), next_norm)
+    numbers_P = torch.zeros(ids_BS.numel(), dtype=torch.int64)
+    numbers_P[read_T] = numbers_T
+    return PrefixStates(normed_NH, numbers_P.view(ids_BS.shape), is_shared=tree is not None)
 
 
-def _count_tokens(groups: RowGroups | None, flat_N: torch.Tensor, ids_BS: torch.Tensor) -> None:
-    """Set `groups.tokens` to the number of each group's tokens at these flat positions of the batch."""
-    if groups is not None:
-        numbers = torch.arange(len(groups.rows))
-        group_of_B = torch.repeat_interleave(numbers, torch.tensor(groups.rows))
-        group_N = group_of_B[flat_N // ids_BS.shape[1]]
-        groups.tokens = torch.bincount(group_N, minlength=len(groups.rows)).tolist()
+def _find_needed_nodes(
+    flat_T: torch.Tensor, tree: PrefixTree | None, needed_BS: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Return the flat positions whose states are read, the nodes needed for them (None = all), and the number of each
+    position's node among those.
+    """
+    nodes_T = torch.arange(len(flat_T)) if tree is None else tree.nodes_T
+    if needed_BS is None:
+        return flat_T, None, nodes_T
+    is_needed_T = needed_BS.reshape(-1)[flat_T]
+    needed_n, numbers_T = torch.unique(nodes_T[is_needed_T], return_inverse=True)
+    return flat_T[is_needed_T], needed_n, numbers_T
 
 
-def _has_active_dropout(trunk: Any) -> bool:
-    """Return whether equal tokens get different noise (adapters with dropout)."""
+def _checkpoints_activations(trunk: Any) -> bool:
+    """Return whether the layers are to be computed again in backward instead of saving their activations."""
     return trunk.training and any(
-        isinstance(module, nn.Dropout) and module.p > 0 for module in trunk.layers[0].modules()
+        getattr(module, "gradient_checkpointing", False) for module in (trunk, *trunk.layers[:1])
+    )
+
+
+def _count_group_tokens(rows: Sequence[int], flat_N: torch.Tensor, width: int) -> list[int]:
+    """Count each group's tokens at these flat positions of the batch."""
+    group_of_B = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(rows))
+    return torch.bincount(group_of_B[flat_N // width], minlength=len(rows)).tolist()
+
+
+def has_active_dropout(trunk: Any) -> bool:
+    """Return whether equal tokens get different noise (adapters with dropout)."""
+    return any(
+        isinstance(module, nn.Dropout) and module.training and module.p > 0
+        for module in trunk.layers[0].modules()
     )
 
 

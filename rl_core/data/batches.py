@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from rl_core.cpu.prefix_tree import plan_tree_batches
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
@@ -40,6 +41,32 @@ def plan_micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int
             groups.append([row])
             widest = lengths[row]
     return groups
+
+
+def plan_shared_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    encoded_rows: Iterable[Sequence[bytes]] | None,
+    *,
+    sides: int = 1,
+) -> list[list[int]]:
+    """Group examples into micro-batches: by the nodes of their prefix trees if they begin alike, otherwise as
+    `plan_micro_batches`.
+
+    Args:
+        lengths: tokens of each example's longest row.
+        max_tokens: limit of a micro-batch, in nodes or in padded tokens; a larger example gets its own.
+        encoded_rows: rows of each example (`rl_core.cpu.prefix_tree.plan_tree_batches`); None = the model does not
+            share prefixes (`capabilities.check_prefix_sharing`).
+        sides: rows of each example in the padded micro-batch.
+    Returns: lists of indices, each longest first; every example is in exactly one. Ties keep the order of the examples.
+    Raises: DataError for an empty row or a budget below 1.
+    """
+    padded = plan_micro_batches(lengths, max(1, max_tokens // sides))
+    shared = None if encoded_rows is None else plan_tree_batches(encoded_rows, max_tokens)
+    if shared is None:
+        return padded
+    return [sorted(group, key=lambda index: -lengths[index]) for group in shared]
 
 
 def pack_sequences(lengths: Sequence[int], width: int | None = None) -> list[list[int]]:

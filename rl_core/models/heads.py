@@ -17,7 +17,7 @@ from torch import nn
 
 from rl_core.errors import CheckpointError, DataError
 from rl_core.models.causal_lm import load_pretrained, load_tokenizer, resolve_device, use_eval_mode
-from rl_core.models.hidden_states import compute_hidden_states
+from rl_core.models.hidden_states import compute_prefix_states
 from rl_core.models.logprobs import TokenOutputs, compute_token_outputs
 from rl_core.models.lora import unwrap_model
 from rl_core.out_of_memory import MemoryFit
@@ -210,8 +210,10 @@ def _read_last_states(
     batch = TrainBatch(
         input_ids_BS, positions_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool)
     )
-    last_BS = positions_S == lengths_B1 - 1
-    return compute_hidden_states(model, batch, last_BS)[last_BS]
+    last_B1 = lengths_B1 - 1
+    states = compute_prefix_states(model, batch, positions_S == last_B1)
+    row_starts_B = torch.arange(len(last_B1), device=last_B1.device) * input_ids_BS.shape[1]
+    return states.select(row_starts_B + last_B1.squeeze(1))
 
 
 @torch.no_grad()
@@ -337,8 +339,9 @@ class SeparateCritic(nn.Module):
         mask_BS = batch.loss_mask_BS
         if bool(mask_BS[:, 0].any()):
             raise DataError("loss_mask is True at position 0, which has no token before it")
-        hidden_BSH = compute_hidden_states(self.trunk, batch)
-        after_BS = self.head(hidden_BSH.reshape(-1, hidden_BSH.shape[-1])).view(mask_BS.shape)
+        states = compute_prefix_states(self.trunk, batch)
+        after_N = self.head(states.states_NH)
+        after_BS = after_N.index_select(0, states.numbers_BS.reshape(-1)).view(mask_BS.shape)
         before_BS = torch.cat([after_BS.new_zeros(len(after_BS), 1), after_BS[:, :-1]], dim=1)
         last_B1 = batch.attention_mask_BS.sum(1, keepdim=True) - 1
         values_BS = torch.where(mask_BS, before_BS, before_BS.new_zeros(()))

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rl_core.capabilities import check_training_forward, needs_single_packed_row
-from rl_core.cpu.packed_forward import RowGroups, check_needed_positions, run_packed_forward
+from rl_core.cpu.packed_forward import (
+    PrefixStates,
+    RowGroups,
+    check_needed_positions,
+    run_packed_forward,
+)
 from rl_core.data.batches import build_unscored_batch, pad_rows, plan_micro_batches
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.lora import unwrap_model
@@ -25,12 +30,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def compute_hidden_states(
+def compute_prefix_states(
     model: PreTrainedModel,
     batch: TrainBatch,
     needed_BS: torch.Tensor | None = None,
     groups: RowGroups | None = None,
-) -> torch.Tensor:
+) -> PrefixStates:
     """Compute the last hidden states, after the final norm, of a right-padded batch, with gradient.
 
     Args:
@@ -38,7 +43,8 @@ def compute_hidden_states(
         needed_BS: True at positions whose hidden states will be read, all of them real; the last layer may skip the
             others. None = all real positions.
         groups: rows that use other adapters than the rest; not with `position_ids_BS`.
-    Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
+    Returns: states of the distinct prefixes, if the model computes them once (`capabilities.check_prefix_sharing`),
+        otherwise of all positions; arbitrary at padding and at positions that are not needed.
     Raises: DataError if a needed position is padding by the attention mask (checked on a CPU, which reads it), or a
         row is longer than the model's rotary frequencies allow.
     """
@@ -52,13 +58,28 @@ def compute_hidden_states(
         groups.tokens = [rows * batch.input_ids_BS.shape[1] for rows in groups.rows]
     inputs = build_model_inputs(model, batch)
     hidden: torch.Tensor = trunk(**inputs, use_cache=False).last_hidden_state
-    return hidden.reshape(*batch.input_ids_BS.shape, -1)
+    return PrefixStates.from_padded(hidden.reshape(*batch.input_ids_BS.shape, -1))
+
+
+def compute_hidden_states(
+    model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Compute the states of `compute_prefix_states` at every position.
+
+    Args, Raises: as there.
+    Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
+    """
+    states = compute_prefix_states(model, batch, needed_BS)
+    if len(states.states_NH) == states.numbers_BS.numel():  # one for each position, in order
+        return states.states_NH.view(*states.numbers_BS.shape, -1)
+    read_BS = batch.attention_mask_BS if needed_BS is None else needed_BS
+    return states.spread(read_BS.reshape(-1).nonzero().squeeze(1))
 
 
 def _compute_sequence_states(
     trunk: Any, batch: TrainBatch, positions_BS: torch.Tensor, needed_BS: torch.Tensor | None
-) -> torch.Tensor:
-    """Compute hidden states [B, S, H] of rows that hold several sequences, each sequence in its own row."""
+) -> PrefixStates:
+    """Compute the states of rows that hold several sequences, each sequence in its own row."""
     real_BS = batch.attention_mask_BS
     check_needed_positions(real_BS, needed_BS)
     position_N = positions_BS[real_BS]
@@ -72,12 +93,12 @@ def _compute_sequence_states(
     if needed_BS is not None:
         needed_RW = real_BS.new_zeros(shape)
         needed_RW[sequence_N, position_N] = needed_BS[real_BS]
-    hidden_RWH = run_packed_forward(
+    states = run_packed_forward(
         trunk, TrainBatch(ids_RW, mask_RW, torch.zeros_like(mask_RW)), needed_RW
     )
-    hidden_BSH = hidden_RWH.new_zeros(*real_BS.shape, hidden_RWH.shape[-1])
-    hidden_BSH[real_BS] = hidden_RWH[sequence_N, position_N]
-    return hidden_BSH
+    numbers_BS = torch.zeros_like(positions_BS)
+    numbers_BS[real_BS] = states.numbers_BS[sequence_N, position_N]
+    return PrefixStates(states.states_NH, numbers_BS, states.is_shared)
 
 
 def build_model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from rl_core.capabilities import (
     check_sequence_packing,
     check_training_forward,
 )
+from rl_core.cpu.packed_forward import PrefixStates
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.supervised import load_balancing_loss, token_entropy
 from rl_core.models.chunked_head import (
@@ -27,7 +28,7 @@ from rl_core.models.chunked_head import (
     compute_selected_logprobs,
     promote_to_float32,
 )
-from rl_core.models.hidden_states import build_model_inputs, compute_hidden_states
+from rl_core.models.hidden_states import build_model_inputs, compute_prefix_states
 from rl_core.models.lora import unwrap_model
 from rl_core.types import TrainBatch
 
@@ -107,14 +108,17 @@ def compute_token_outputs(
     temperatures_N = _select_temperatures(batch, positions_N)
     base = unwrap_model(model)
     if check_chunked_head(base).allowed:
-        hidden_BSH, routed = _compute_trunk_states(
+        states, routed = _compute_trunk_states(
             base, batch, with_last=value_head is not None, with_router=with_load_balancing
         )
-        hidden_NH = _select_rows(hidden_BSH, positions_N - 1)
-        head = base.get_output_embeddings()
-        options: dict[str, Any] = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens}
-        logprobs_N, entropy_N = compute_selected_logprobs(
-            hidden_NH, head.weight, head.bias, targets_N, temperatures_N=temperatures_N, **options
+        logprobs_N, entropy_N = _compute_head_logprobs(
+            base.get_output_embeddings(),
+            states,
+            positions_N - 1,
+            targets_N,
+            temperatures_N,
+            with_entropy=with_entropy,
+            chunk_tokens=chunk_tokens,
         )
     else:  # the head scales, caps or adapts its logits, so the model computes them
         inputs: dict[str, Any] = build_model_inputs(base, batch)
@@ -123,6 +127,7 @@ def compute_token_outputs(
         outputs = base(**inputs, use_cache=False, output_hidden_states=value_head is not None)
         routed = getattr(outputs, "router_logits", None)
         hidden_BSH = outputs.hidden_states[-1] if value_head is not None else outputs.logits
+        states = PrefixStates.from_padded(hidden_BSH.reshape(*ids_BS.shape, -1))
         logits_NV = _select_rows(outputs.logits, positions_N - 1)
         logprobs_N, entropy_N = _compute_logprobs_from_logits(
             logits_NV, targets_N, temperatures_N, with_entropy=with_entropy
@@ -140,10 +145,8 @@ def compute_token_outputs(
             layers, batch.attention_mask_BS.reshape(-1), top_k=int(base.config.num_experts_per_tok)
         )
     if value_head is not None:
-        result.values_BS = scatter(value_head(_select_rows(hidden_BSH, positions_N - 1)))
-        last_B = batch.attention_mask_BS.sum(1) - 1
-        rows_B = torch.arange(len(last_B), device=last_B.device)
-        result.value_after_B = value_head(hidden_BSH[rows_B, last_B])
+        result.values_BS = scatter(value_head(states.select(positions_N - 1)))
+        result.value_after_B = value_head(states.select(_find_last_positions(batch)))
     return result
 
 
@@ -152,16 +155,77 @@ def _select_rows(values_BSD: torch.Tensor, indices_N: torch.Tensor) -> torch.Ten
     return values_BSD.reshape(-1, values_BSD.shape[-1]).index_select(0, indices_N)
 
 
+def _find_last_positions(batch: TrainBatch) -> torch.Tensor:
+    """Return the flat position [B] of each row's last real token."""
+    last_B = batch.attention_mask_BS.sum(1) - 1
+    width = batch.input_ids_BS.shape[1]
+    return torch.arange(len(last_B), device=last_B.device) * width + last_B
+
+
 def _compute_trunk_states(
     base: PreTrainedModel, batch: TrainBatch, *, with_last: bool, with_router: bool
-) -> tuple[torch.Tensor, Any]:
-    """Compute hidden states [B, S, H] before the head, and the layers' router logits if requested, otherwise None."""
+) -> tuple[PrefixStates, Any]:
+    """Compute hidden states before the head, and the layers' router logits if requested, otherwise None."""
     if not with_router:
         needed_BS = _mark_read_positions(batch, with_last=with_last)
-        return compute_hidden_states(base, batch, needed_BS), None
+        return compute_prefix_states(base, batch, needed_BS), None
     trunk: Any = base.base_model  # models with experts have no packed forward pass
     output = trunk(**build_model_inputs(base, batch), use_cache=False, output_router_logits=True)
-    return output.last_hidden_state, output.router_logits
+    hidden_BSH = output.last_hidden_state.reshape(*batch.input_ids_BS.shape, -1)
+    return PrefixStates.from_padded(hidden_BSH), output.router_logits
+
+
+def _compute_head_logprobs(
+    head: Any,
+    states: PrefixStates,
+    positions_N: torch.Tensor,
+    targets_N: torch.Tensor,
+    temperatures_N: torch.Tensor | None,
+    *,
+    with_entropy: bool,
+    chunk_tokens: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute as `compute_selected_logprobs` from the states at flat positions, each distinct state once.
+
+    A state that several rows share has the next token of each of them as targets; rows of another temperature need
+    other distributions.
+    """
+    options: dict[str, Any] = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens}
+    keys_N = states.numbers_BS.reshape(-1)[positions_N]
+    if states.is_shared and temperatures_N is not None:
+        kinds, kind_N = torch.unique(temperatures_N, return_inverse=True)
+        keys_N = keys_N * len(kinds) + kind_N
+    counts_n = None
+    if states.is_shared:
+        _, inverse_N, counts_n = torch.unique(keys_N, return_inverse=True, return_counts=True)
+    if counts_n is None or len(counts_n) == len(keys_N):
+        return compute_selected_logprobs(
+            states.select(positions_N),
+            head.weight,
+            head.bias,
+            targets_N,
+            temperatures_N=temperatures_N,
+            **options,
+        )
+    # the tokens of each distinct state side by side: [n, K], K the most that follow one state
+    width = int(counts_n.max())
+    order_N = inverse_N.argsort(stable=True)
+    ranks_N = torch.arange(len(keys_N)) - (counts_n.cumsum(0) - counts_n)[inverse_N[order_N]]
+    slots_N = torch.empty_like(order_N)
+    slots_N[order_N] = inverse_N[order_N] * width + ranks_N
+    targets_nK = targets_N.new_zeros(len(counts_n) * width)
+    targets_nK[slots_N] = targets_N
+    first_n = order_N[counts_n.cumsum(0) - counts_n]
+    logprobs_nK, entropy_n = compute_selected_logprobs(
+        states.select(positions_N[first_n]),
+        head.weight,
+        head.bias,
+        targets_nK.view(-1, width),
+        temperatures_N=None if temperatures_N is None else temperatures_N[first_n],
+        **options,
+    )
+    entropy_N = None if entropy_n is None else entropy_n.index_select(0, inverse_N)
+    return logprobs_nK.reshape(-1).index_select(0, slots_N), entropy_N
 
 
 def check_contexts(model: PreTrainedModel) -> None:
@@ -257,11 +321,8 @@ def compute_vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> to
     base = unwrap_model(model)
     if check_chunked_head(base).allowed:
         head = base.get_output_embeddings()
-        hidden_BSH = compute_hidden_states(
-            base, batch, _mark_read_positions(batch, with_last=False)
-        )
-        hidden_NH = _select_rows(hidden_BSH, positions_N - 1)
-        logits_NV = functional.linear(hidden_NH, head.weight, head.bias)
+        states = compute_prefix_states(base, batch, _mark_read_positions(batch, with_last=False))
+        logits_NV = functional.linear(states.select(positions_N - 1), head.weight, head.bias)
     else:
         logits_BSV = base(**build_model_inputs(base, batch), use_cache=False).logits
         logits_NV = _select_rows(logits_BSV, positions_N - 1)
@@ -287,15 +348,16 @@ def iter_next_token_logprobs(
     head = base.get_output_embeddings()
     is_plain_head = check_chunked_head(base).allowed
     if is_plain_head:
-        states_BS = compute_hidden_states(base, batch, _mark_read_positions(batch, with_last=False))
+        needed_BS = _mark_read_positions(batch, with_last=False)
+        states = compute_prefix_states(base, batch, needed_BS)
     else:
-        states_BS = base(**build_model_inputs(base, batch), use_cache=False).logits
-    flat = states_BS.reshape(-1, states_BS.shape[-1])
+        logits_BSV = base(**build_model_inputs(base, batch), use_cache=False).logits
+        states = PrefixStates.from_padded(logits_BSV.reshape(*mask_BS.shape, -1))
     size = int(base.config.get_text_config().vocab_size)
-    chunk = chunk_tokens or compute_chunk_tokens(flat.device.type, size)
+    chunk = chunk_tokens or compute_chunk_tokens(mask_BS.device.type, size)
     for indices_C in positions_N.split(chunk):
-        states = flat.index_select(0, indices_C)
+        states_CX = states.select(indices_C)
         if is_plain_head:
-            yield compute_log_softmax_chunk(states, head.weight, head.bias)
+            yield compute_log_softmax_chunk(states_CX, head.weight, head.bias)
         else:
-            yield torch.log_softmax(states, dim=-1, dtype=promote_to_float32(states.dtype))
+            yield torch.log_softmax(states_CX, dim=-1, dtype=promote_to_float32(states_CX.dtype))

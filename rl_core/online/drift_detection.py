@@ -342,7 +342,12 @@ def measure_champion_kl(
     if any(row.context_starts for row in rows):
         check_contexts(model)
     device = next(model.parameters()).device
-    batches = build_batches(rows, optimizer_step.settings.micro_batch_tokens, pad_id)
+    batches = build_batches(
+        rows,
+        optimizer_step.settings.micro_batch_tokens,
+        pad_id,
+        shares_prefixes=optimizer_step.can_share_prefixes(model),
+    )
 
     def sum_kl(batch: TrainBatch) -> float:
         batch = batch.to(device)

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import numpy as np
 import torch
 
-from rl_core.capabilities import check_chunked_head
+from rl_core.capabilities import check_chunked_head, check_prefix_sharing
 from rl_core.cpu.layer_kernels import compute_linear
-from rl_core.data.batches import attention_mask, build_unscored_batch, pad_rows, plan_micro_batches
+from rl_core.cpu.prefix_tree import encode_row
+from rl_core.data.batches import attention_mask, build_unscored_batch, pad_rows, plan_shared_batches
 from rl_core.errors import DataError, SettingsError
 from rl_core.models import causal_lm, heads
 from rl_core.models.causal_lm import use_eval_mode
@@ -137,10 +138,15 @@ class ModelScorer:
                 scores[index] = logprobs_S[1 : lengths[index]].copy()
 
         scorable = [index for index, length in enumerate(lengths) if length > 1]
-        plan = plan_micro_batches([lengths[index] for index in scorable], self._pass_tokens)
-        batches = [[scorable[i] for i in batch] for batch in plan]
         fit = MemoryFit("scoring by a reference model")
         with use_eval_mode(self.model):
+            encoded_rows = None
+            if check_prefix_sharing(self.model).allowed:
+                encoded_rows = ([encode_row(rows[index])] for index in scorable)
+            plan = plan_shared_batches(
+                [lengths[index] for index in scorable], self._pass_tokens, encoded_rows
+            )
+            batches = [[scorable[i] for i in batch] for batch in plan]
             fit.compute_batches(batches, fill, lengths=lengths)
         return scores
 

@@ -3,8 +3,8 @@
 There are two ways through a model (`capabilities.training_forward`): the packed forward pass on a CPU, whose saved
 tensors are counted here, and transformers' own, whose saved tensors are recorded on the meta device.
 
-Symbols: N tokens of a micro-batch, H hidden, I width of the MLP, E width of the query heads, K width of the key/value
-heads, V vocabulary.
+Symbols: N tokens of a micro-batch (nodes of its prefix tree), H hidden, I width of the MLP, E width of the query heads,
+K width of the key/value heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TRACED_TOKENS = 64  # of the traced sequence; saved bytes are proportional to t
 class MicroBatch:
     """Largest micro-batch of an optimizer step."""
 
-    tokens: int  # computed, without padding
+    tokens: int  # computed: without padding, common beginnings of rows once
     padded: int  # rows x width
     loss_tokens: int
     count: int = 1  # micro-batches of the step
@@ -53,13 +53,15 @@ class Activations:
         return dataclasses.replace(self, holes=int(share * (self.saved + self.temporary)))
 
 
-def estimate_packed_activations(shape: ModelShape, batch: MicroBatch) -> Activations:
+def estimate_packed_activations(
+    shape: ModelShape, batch: MicroBatch, *, checkpointing: bool = False
+) -> Activations:
     """Estimate the activations of `rl_core.cpu.run_packed_forward`, in float32.
 
     Per token a layer saves: two sums and their norms (4 H); rotated heads (E + 2 K) and the attended ones (E), a
         logarithm per query head; gate and up (2 I) and their product (I); two scales; the inner values of adapters;
         with norms of single heads their inputs (E + K). The last layer computes its MLP only at loss tokens, and
-        copies its input there (E + H).
+        copies its input there (E + H). With checkpointing, a layer saves its input (H), and one layer is recomputed.
     """
     hidden, inner, queries, keys = shape.hidden, shape.inner, shape.query_width, shape.kv_width
     attention = 2 * hidden + 2 * queries + 2 * keys + shape.query_heads + 1
@@ -70,8 +72,9 @@ def estimate_packed_activations(shape: ModelShape, batch: MicroBatch) -> Activat
     loss_tokens = min(batch.loss_tokens, tokens)
     saved = shape.layers * layer * tokens
     saved += (queries + 2 * hidden) * loss_tokens - mlp * (tokens - loss_tokens)
-    # The padded result and its copy, and the states that the head reads.
-    outside = 2 * hidden * batch.padded + hidden * loss_tokens
+    if checkpointing:
+        saved = (shape.layers * hidden + layer) * tokens
+    outside = hidden * loss_tokens  # the states that the head reads
     # Backward of the MLP: gradients of the sum, the norm, the product, gate and up; it frees less than that.
     temporary = (2 * hidden + 3 * inner) * tokens
     return Activations(

@@ -26,7 +26,6 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.resources.activations import (
     MicroBatch,
     estimate_packed_activations,
-    estimate_transformers_activations,
 )
 from rl_core.resources.model_shape import ModelShape, measure_model_shape
 from rl_core.resources.stage_time import (
@@ -177,12 +176,7 @@ def _measure_heap_share(library: int, *, recomputed: bool = False, adapters: boo
     shape = measure_model_shape(model, LENGTH)
     tokens = HEAP_ROWS * LENGTH
     batch = MicroBatch(tokens, tokens, HEAP_ROWS * (LENGTH - 1))
-    activations = estimate_packed_activations(shape, batch)
-    if recomputed:
-        model = model.to("meta")
-        activations = estimate_transformers_activations(
-            model, shape, batch, device="cpu", autocast=False, checkpointing=True
-        )
+    activations = estimate_packed_activations(shape, batch, checkpointing=recomputed)
     state_bytes = (4 if adapters else 12) * shape.parameters  # weights, and moments of trained ones
     peak = _measure_peak_bytes(_HEAP_CODE.format(recomputed=recomputed, adapters=adapters))
     live = activations.saved + activations.temporary

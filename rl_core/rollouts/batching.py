@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from rl_core.data.batches import attention_mask, pack_sequences, pad_rows, plan_micro_batches
+from rl_core.cpu.prefix_tree import encode_row
+from rl_core.data.batches import (
+    attention_mask,
+    pack_sequences,
+    pad_rows,
+    plan_micro_batches,
+    plan_shared_batches,
+)
 from rl_core.data.row_sequences import LazyRows
 from rl_core.errors import DataError
 from rl_core.types import Rollout, TrainBatch, compute_context_positions
@@ -41,6 +48,12 @@ class TrainRow:
             len(self.prompt_ids), len(self.completion_ids), self.context_starts
         )
 
+    def encode_contexts(self) -> list[bytes]:
+        """Encode the tokens of each context, prompt included, for a prefix tree."""
+        ids, num_prompt = [*self.prompt_ids, *self.completion_ids], len(self.prompt_ids)
+        edges = [0, *(num_prompt + start for start in self.context_starts), len(ids)]
+        return [encode_row(ids[begin:end]) for begin, end in pairwise(edges)]
+
 
 def build_train_row(rollout: Rollout) -> TrainRow:
     """Return the tokens, loss mask, sampler log-probs and temperature of a rollout."""
@@ -55,10 +68,19 @@ def build_train_row(rollout: Rollout) -> TrainRow:
 
 
 def build_batches(
-    rows: Sequence[TrainRow | Rollout], max_tokens: int, pad_id: int, *, packing: bool = False
+    rows: Sequence[TrainRow | Rollout],
+    max_tokens: int,
+    pad_id: int,
+    *,
+    packing: bool = False,
+    shares_prefixes: bool = False,
 ) -> list[TrainBatch]:
     """Build length-sorted, right-padded micro-batches of at most `max_tokens` padded tokens; a longer row gets its
     own batch.
+
+    With `shares_prefixes`, rows that begin alike are in one batch, and `max_tokens` counts what they have in common
+    once (`rl_core.cpu.prefix_tree`). All passes over these batches must be by models that compute it once
+    (`capabilities.check_prefix_sharing`): a padded batch can be much larger.
 
     `TrainBatch.rows` is the index in `rows` of each batch row. Sampler log-probs are 0 where a token carries no loss,
     and None if the first row has none. With `packing`, a batch row holds several of `rows`, up to the length of the
@@ -72,11 +94,20 @@ def build_batches(
         the first row lacks.
     """
     train_rows = [build_train_row(row) if isinstance(row, Rollout) else row for row in rows]
-    return list(build_lazy_batches(train_rows, max_tokens, pad_id, packing=packing))
+    return list(
+        build_lazy_batches(
+            train_rows, max_tokens, pad_id, packing=packing, shares_prefixes=shares_prefixes
+        )
+    )
 
 
 def build_lazy_batches(
-    rows: Sequence[TrainRow], max_tokens: int, pad_id: int, *, packing: bool = False
+    rows: Sequence[TrainRow],
+    max_tokens: int,
+    pad_id: int,
+    *,
+    packing: bool = False,
+    shares_prefixes: bool = False,
 ) -> LazyRows[TrainBatch]:
     """Build the batches of `build_batches` lazily: each is assembled, from its rows, when it is accessed."""
     lengths, first = [], None
@@ -85,7 +116,8 @@ def build_lazy_batches(
         _check_row(row, first, index)
         lengths.append(len(row.prompt_ids) + len(row.completion_ids))
     if not packing:
-        groups = plan_micro_batches(lengths, max_tokens)
+        encoded_rows = (row.encode_contexts() for row in rows) if shares_prefixes else None
+        groups = plan_shared_batches(lengths, max_tokens, encoded_rows)
         return LazyRows(
             len(groups), lambda n: _build_batch([[rows[i]] for i in groups[n]], pad_id, groups[n])
         )

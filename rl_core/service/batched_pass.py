@@ -23,7 +23,7 @@ from rl_core.models.chunked_head import (
     compute_selected_logprobs,
     expand_temperatures,
 )
-from rl_core.models.hidden_states import compute_hidden_states
+from rl_core.models.hidden_states import compute_prefix_states
 from rl_core.models.routed_adapters import AdapterGradients
 from rl_core.service.loss_function import LossFunction, LossInputs
 from rl_core.service.training_run import RunGradient, TrainingRun
@@ -79,9 +79,9 @@ def _compute_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResu
         gradients = AdapterGradients(sum(part.run.layout.size for part in parts), run.base.device)
     with torch.set_grad_enabled(backward):
         with _route_adapters(parts, gradients) as groups:
-            hidden_BSH = compute_hidden_states(run.model, batch, None, groups)
-        token_indices = mask_BS.reshape(-1).nonzero().squeeze(1).to(hidden_BSH.device)
-        hidden_of_tokens = hidden_BSH.flatten(0, 1).index_select(0, token_indices)
+            states = compute_prefix_states(run.model, batch, None, groups)
+        token_indices = mask_BS.reshape(-1).nonzero().squeeze(1).to(run.base.device)
+        hidden_of_tokens = states.select(token_indices)
         hidden = hidden_of_tokens.split([part.num_tokens for part in parts])
         scores = _compute_target_scores(parts, hidden)
         loss_inputs = list(map(_build_loss_inputs, parts, hidden, scores))

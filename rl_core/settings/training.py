@@ -106,7 +106,8 @@ class OptimizerSettings(Settings):
         16384,
         ge=1,
         le=1_073_741_824,
-        doc="padded tokens per forward pass; larger batches accumulate gradients",
+        doc="tokens per forward pass, padded (on a CPU, the distinct prefixes of rows that begin alike); larger "
+        "batches accumulate gradients",
     )
     autocast: Literal["none", "bfloat16"] = setting(
         "none",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
+from rl_core.capabilities import check_prefix_sharing
 from rl_core.environments.environment import Environment
 from rl_core.environments.question_episodes import ANSWER_WORD, read_answer
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
@@ -301,6 +302,7 @@ def compute_span_logprobs(
             logprobs[indices[index]] = logprobs_BS[b]
 
     with use_eval_mode(model):
-        batches = build_batches(train_rows, max_tokens, pad_id)
+        shares_prefixes = check_prefix_sharing(model).allowed
+        batches = build_batches(train_rows, max_tokens, pad_id, shares_prefixes=shares_prefixes)
         MemoryFit("scoring of answers").compute_batches(batches, fill_logprobs)
     return torch.stack([logprobs[span.row][span.start : span.stop].sum() for span in spans])

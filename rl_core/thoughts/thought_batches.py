@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.data.batches import pad_rows, plan_micro_batches
+from rl_core.cpu.prefix_tree import encode_row
+from rl_core.data.batches import pad_rows, plan_shared_batches
 from rl_core.thoughts.baseline import compute_pooled_states
 from rl_core.thoughts.episodes import AnswerRows, ThoughtEpisode, TokenSpan, compute_span_logprobs
 from rl_core.training.sharded_step import ShardedModel
@@ -72,11 +73,14 @@ def build_thought_rows(
 
 
 def build_thought_batches(
-    rows: Sequence[ThoughtRow], max_tokens: int, pad_id: int
+    rows: Sequence[ThoughtRow], max_tokens: int, pad_id: int, *, shares_prefixes: bool = False
 ) -> list[ThoughtBatch]:
-    """Build length-sorted, right-padded micro-batches of at most `max_tokens` padded tokens (a longer row is alone)."""
+    """Build right-padded micro-batches of at most `max_tokens` tokens (a longer row is alone): padded, or those of the
+    prefix tree if the models share prefixes (`OptimizerStep.can_share_prefixes`).
+    """
     batches = []
-    for indices in plan_micro_batches([len(row.ids) for row in rows], max_tokens):
+    encoded_rows = ([encode_row(row.ids)] for row in rows) if shares_prefixes else None
+    for indices in plan_shared_batches([len(row.ids) for row in rows], max_tokens, encoded_rows):
         group = [rows[index] for index in indices]
         batches.append(
             ThoughtBatch(

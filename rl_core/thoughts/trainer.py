@@ -459,7 +459,13 @@ class ThoughtsTrainer(RolloutTrainer):
 
         def build_batches(local_rows: Sequence[ThoughtRow]) -> list[ThoughtBatch]:
             max_tokens = self.settings.micro_batch_tokens
-            return build_thought_batches(local_rows, max_tokens, self.pad_id)
+            models = [model for model in (self.model, self.reference) if model is not None]
+            return build_thought_batches(
+                local_rows,
+                max_tokens,
+                self.pad_id,
+                shares_prefixes=self.optimizer_step.can_share_prefixes(*models),
+            )
 
         batches = self.optimizer_step.process_group.build_local_batches(
             rows, [len(row.ids) for row in rows], build_batches

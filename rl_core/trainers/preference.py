@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
+from rl_core.capabilities import check_prefix_sharing
 from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.row_sequences import LazyRows
@@ -124,7 +125,7 @@ def compute_reference_logprobs(
 ) -> list[PairReference]:
     """Compute log-probabilities of both sides of every pair under the current `model`, without dropout or gradient.
 
-    Uses length-sorted micro-batches of at most `max_tokens` padded tokens. Draws no random number.
+    Uses micro-batches of at most `max_tokens` tokens (`build_batches`). Draws no random number.
     Returns: (chosen, rejected) of each pair, in nats, summed over the tokens that carry loss.
     """
 
@@ -143,7 +144,8 @@ def compute_reference_logprobs(
             sums[index] = value
 
     with use_eval_mode(model), torch.no_grad(), enable_autocast(precision, device):
-        batches = build_lazy_batches(rows, max_tokens, pad_id)
+        shares_prefixes = check_prefix_sharing(model).allowed
+        batches = build_lazy_batches(rows, max_tokens, pad_id, shares_prefixes=shares_prefixes)
         MemoryFit("reference log-probabilities").compute_batches(batches, fill_sums)
     return list(zip(sums[0::2], sums[1::2], strict=True))
 
@@ -342,8 +344,17 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     def _build_batches(self, examples: Sequence[_ReferencedPair]) -> Sequence[_ComparedPairBatch]:
         # With dropout masks each pair is its own micro-batch: no second one fits into one token.
         max_tokens = self.settings.micro_batch_tokens if self._mask_seed is None else 1
-        lengths = [self._count_longest_row(example) for example in examples]
-        groups = build_pair_batches(lengths, max_tokens)
+
+        def read_pair(index: int) -> tuple[Sequence[int], Sequence[int]]:
+            pair = examples[index].pair
+            return pair.chosen_ids, pair.rejected_ids
+
+        groups = build_pair_batches(
+            LazyRows(len(examples), read_pair),
+            max_tokens,
+            shares_prefixes=self._mask_seed is None
+            and self.optimizer_step.can_share_prefixes(self.model),
+        )
 
         def build_batch(number: int) -> _ComparedPairBatch:
             indices, width = groups[number]

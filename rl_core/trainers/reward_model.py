@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
-from rl_core.data.batches import pad_rows, plan_micro_batches
+from rl_core.cpu.prefix_tree import encode_row
+from rl_core.data.batches import pad_rows, plan_shared_batches
 from rl_core.data.row_sequences import LazyRows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
@@ -230,8 +231,14 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
         return max(len(example.chosen_ids), len(example.rejected_ids))
 
     def _build_batches(self, examples: Sequence[ScoredPair]) -> Sequence[_ScoredPairBatch]:
-        lengths = [self._count_longest_row(pair) for pair in examples]
-        groups = build_pair_batches(lengths, self.settings.micro_batch_tokens)
+        groups = build_pair_batches(
+            LazyRows(
+                len(examples),
+                lambda index: (examples[index].chosen_ids, examples[index].rejected_ids),
+            ),
+            self.settings.micro_batch_tokens,
+            shares_prefixes=self.optimizer_step.can_share_prefixes(self.model),
+        )
 
         def build_batch(number: int) -> _ScoredPairBatch:
             indices, width = groups[number]
@@ -358,7 +365,10 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
 
     def _build_batches(self, examples: Sequence[ScoredRow]) -> Sequence[_ScoredRowBatch]:
         lengths = [len(row.ids) for row in examples]
-        groups = plan_micro_batches(lengths, self.settings.micro_batch_tokens)
+        encoded_rows = None
+        if self.optimizer_step.can_share_prefixes(self.model):
+            encoded_rows = ([encode_row(row.ids)] for row in examples)
+        groups = plan_shared_batches(lengths, self.settings.micro_batch_tokens, encoded_rows)
 
         def build_batch(number: int) -> _ScoredRowBatch:
             rows = [examples[index] for index in groups[number]]

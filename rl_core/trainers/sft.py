@@ -83,7 +83,11 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
 
     def _build_batches(self, examples: Sequence[TrainRow]) -> Sequence[TrainBatch]:
         return build_lazy_batches(
-            examples, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing
+            examples,
+            self.settings.micro_batch_tokens,
+            self._pad_id,
+            packing=self._packing,
+            shares_prefixes=self.optimizer_step.can_share_prefixes(self.model),
         )
 
     def _build_loss_fn(self, examples: Sequence[TrainRow]) -> LossFn[TrainBatch]:

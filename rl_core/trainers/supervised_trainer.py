@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from rl_core.data.batches import DataOrder, plan_micro_batches
+from rl_core.cpu.prefix_tree import encode_row
+from rl_core.data.batches import DataOrder, plan_shared_batches
 from rl_core.distributed import DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SFTSettings
@@ -187,14 +188,17 @@ def compute_training_length(
 
 
 def build_pair_batches(
-    longest_lengths: Sequence[int], max_tokens: int
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], max_tokens: int, *, shares_prefixes: bool
 ) -> list[tuple[list[int], int]]:
     """Group pairs into micro-batches, both rows of a pair in the same one.
 
     Args:
-        longest_lengths: tokens of the longer row of each pair.
-        max_tokens: limit of padded tokens per micro-batch (a longer pair gets its own).
+        pairs: token ids of both rows of each pair.
+        max_tokens: limit of tokens per micro-batch (a longer pair gets its own): padded, or those of the prefix tree.
+        shares_prefixes: the model computes common beginnings of rows once (`OptimizerStep.can_share_prefixes`).
     Returns: indices of the pairs and common width of all rows, for each micro-batch.
     """
-    groups = plan_micro_batches(longest_lengths, max(1, max_tokens // 2))
-    return [(list(group), max(longest_lengths[index] for index in group)) for group in groups]
+    lengths = [max(map(len, pair)) for pair in pairs]
+    encoded = ([encode_row(ids) for ids in pair] for pair in pairs) if shares_prefixes else None
+    groups = plan_shared_batches(lengths, max_tokens, encoded, sides=2)
+    return [(group, max(lengths[index] for index in group)) for group in groups]

@@ -5,6 +5,7 @@ Micro-batches that do not fit into memory are split; their metrics are combined.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -15,11 +16,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rl_core.capabilities import check_prefix_sharing
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, to_local_rows
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
-from rl_core.models.forward_modes import enable_autocast, use_training_mode
+from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.forward_modes import enable_autocast, has_dropout, use_training_mode
 from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
 from rl_core.out_of_memory import (
     count_padded_tokens,
@@ -158,6 +161,18 @@ class OptimizerStep:
         agree.
         """
         return enable_autocast(self.settings.autocast, self.master_weights.first_weight.device)
+
+    def can_share_prefixes(self, *models: Any) -> bool:
+        """Return whether all passes of a step over these models compute common beginnings of rows once, so that
+        `rl_core.rollouts.batching.build_batches` may count them once.
+        """
+        if self.settings.dropout and any(map(has_dropout, models)):
+            return False
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.enable_autocast())
+            for model in models:
+                stack.enter_context(use_eval_mode(model))
+            return all(check_prefix_sharing(model).allowed for model in models)
 
     def run_step(
         self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]

@@ -398,8 +398,8 @@ def test_evaluation_in_halves_gives_the_same_metrics(monkeypatch, kind):
     for module in (logprobs, heads):
         monkeypatch.setattr(
             module,
-            "compute_hidden_states",
-            limit_rows(module.compute_hidden_states, count_batch_rows, 4, calls),
+            "compute_prefix_states",
+            limit_rows(module.compute_prefix_states, count_batch_rows, 4, calls),
         )
     halved = trainer.evaluate()
     assert max(calls) > 4
@@ -470,8 +470,8 @@ def test_the_loop_reports_how_often_memory_ran_out(monkeypatch):
     trainer = SFTTrainer(nano(), PAD, rows, rows, SFTSettings(batch_size=9, eval_every=1), 0)
     monkeypatch.setattr(
         logprobs,
-        "compute_hidden_states",
-        limit_rows(logprobs.compute_hidden_states, count_batch_rows, 4, []),
+        "compute_prefix_states",
+        limit_rows(logprobs.compute_prefix_states, count_batch_rows, 4, []),
     )
     tracker = MemoryTracker()
     run_loop(trainer, trainer.settings, iterations=2, tracker=tracker)

@@ -21,7 +21,7 @@ from torch import nn
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import compute_sequence_seed
-from rl_core.inference.teacher import Teacher
+from rl_core.inference.teacher import LocalTeacher, ServedTeacher, Teacher
 from rl_core.losses.advantages import distillation_advantages
 from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
@@ -230,11 +230,30 @@ class RolloutBuffer:
         rows = [self.samples[index].row for index in indices]
         # With dropout each row is its own micro-batch: no second row fits into one token.
         max_tokens = self.settings.micro_batch_tokens if self.mask_seed is None else 1
-        batches = build_batches(rows, max_tokens, self.actor_critic.pad_id)
+        batches = build_batches(
+            rows, max_tokens, self.actor_critic.pad_id, shares_prefixes=self._can_share_prefixes()
+        )
         for batch in batches:
             batch.rows = [indices[index] for index in batch.rows]
             batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
         return [batch for batch in batches if batch.num_loss_tokens]
+
+    def _can_share_prefixes(self) -> bool:
+        """Return whether all models that read the micro-batches compute common beginnings of rows once."""
+        actor_critic, teacher = self.actor_critic, self.actor_critic.teacher
+        if self.mask_seed is not None or self.settings.trust_region_kl == "exact":
+            return False  # single rows; distributions over the vocabulary at each row's tokens
+        models: list[nn.Module] = [actor_critic.policy]
+        if actor_critic.reference is not None:
+            models.append(actor_critic.reference)
+        if isinstance(teacher, LocalTeacher):
+            models.append(teacher.model)
+        elif teacher is not None and not isinstance(teacher, ServedTeacher):
+            return False  # unknown passes
+        critic = actor_critic.critic.critic if actor_critic.critic is not None else None
+        if isinstance(critic, SeparateCritic):
+            models.append(critic.trunk)
+        return actor_critic.optimizer_step.can_share_prefixes(*models)
 
     def select_batch_rows(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
         """Select the rows of a micro-batch [B, S] from a tensor over all rows, 0 where the mask is False."""

@@ -137,7 +137,7 @@ def test_activations_of_the_packed_forward_pass():
     A token keeps in a layer 4 H + 2 E + 2 K + 3 I + 4 heads + 2 scales.
     """
     layer = 4 * 32 + 2 * 32 + 2 * 16 + 3 * 96 + 4 + 2
-    saved = 256 * (2 * layer + (32 + 2 * 32) + 2 * 32 + 32)
+    saved = 256 * (2 * layer + (32 + 2 * 32) + 32)
     parts = phase(make_plan(SFT), "backward")
     temporary, logits = 256 * (2 * 32 + 3 * 96), 256 * 512 * 2
     assert logits > temporary  # so the peak is at the head, next to its gradient

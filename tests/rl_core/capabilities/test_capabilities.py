@@ -40,6 +40,7 @@ from rl_core.capabilities import (
     check_fused_step,
     check_independent_rows,
     check_packed_weights,
+    check_prefix_sharing,
     check_rollout_decoder,
     check_sequence_packing,
     check_training_forward,
@@ -114,6 +115,7 @@ def refuse_positions(module, args, kwargs):
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 CHECKS = {
     "training": check_training_forward,
+    "sharing": check_prefix_sharing,
     "head": check_chunked_head,
     "packing": check_sequence_packing,
     "decoder": check_rollout_decoder,
@@ -140,6 +142,7 @@ def test_a_standard_model_of_each_family_takes_every_path(make, compiled):
     assert [decision.name for decision in decisions] == [
         "positions",
         "training forward",
+        "prefix trees",
         "chunked head",
         "sequence packing",
         "rollout decoder",
@@ -206,11 +209,6 @@ REFUSED = [
     ),
     (
         "training",
-        lambda: change_model(create_llama(), lambda m: m.gradient_checkpointing_enable()),
-        "activation checkpointing is on",
-    ),
-    (
-        "training",
         lambda: create_llama(**DYNAMIC),
         "its rotary frequencies depend on the length (rope_type 'dynamic')",
     ),
@@ -218,6 +216,21 @@ REFUSED = [
         "training",
         create_sliding_model,
         "some layers do not attend to all earlier tokens (sliding_attention)",
+    ),
+    (
+        "sharing",
+        create_sliding_model,
+        "its training passes are transformers' own: some layers do not attend to all earlier tokens",
+    ),
+    (
+        "sharing",
+        lambda: get_peft_model(create_llama(), LoraConfig(r=2, target_modules=["lm_head"])),
+        "its logits are computed over padded rows: its output head is Linear of peft",
+    ),
+    (
+        "sharing",
+        lambda: add_lora(create_llama(), lora_dropout=0.1),
+        "dropout of its adapters gives equal tokens different noise",
     ),
     (
         "head",
@@ -332,11 +345,13 @@ def test_obstacles_are_reported(path, make, reason, compiled):
     assert decision.fallback
 
 
-def test_dropout_and_checkpointing_matter_only_in_training_mode():
+def test_dropout_matters_only_in_training_mode():
     model = create_llama(attention_dropout=0.1)
-    model.gradient_checkpointing_enable()
     assert not check_training_forward(model).allowed
     assert check_training_forward(model.eval()).allowed
+    adapted = add_lora(create_llama(), lora_dropout=0.1).train()
+    assert not check_prefix_sharing(adapted).allowed
+    assert check_prefix_sharing(adapted.eval()).allowed
 
 
 def test_autocast_is_left_to_transformers():

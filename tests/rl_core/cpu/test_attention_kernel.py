@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.cpu import attention_kernel, packed_forward
-from rl_core.cpu.packed_forward import find_shared_prefixes
+from rl_core.cpu.prefix_tree import build_prefix_tree
 
 pytestmark = pytest.mark.skipif(
     attention_kernel.load_attention_kernel() is None, reason="needs a C compiler"
@@ -38,10 +38,10 @@ def check_attention(rows, size, query_heads, kv_heads, scale=0.3):
     """Compare compiled attention over rows of token ids, forward and backward, with the definition."""
     lengths = [len(row) for row in rows]
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    shared = find_shared_prefixes(ids, lengths)
+    tree = build_prefix_tree(ids, lengths)
     total = sum(lengths)
-    unique = shared.unique_T if shared is not None else torch.arange(total)
-    first = shared.first_N if shared is not None else torch.arange(total)
+    unique = tree.nodes_T if tree is not None else torch.arange(total)
+    first = tree.owners_N if tree is not None else torch.arange(total)
     ends = torch.tensor(lengths).cumsum(0).tolist()
     tokens_of_rows = [
         unique[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)
@@ -57,7 +57,7 @@ def check_attention(rows, size, query_heads, kv_heads, scale=0.3):
     for kind in (torch.float32, torch.float64):
         x = heads.to(kind, copy=True).requires_grad_()
         if kind == torch.float32:
-            attend = packed_forward.build_attention(lengths, shared, size, cos, sin)
+            attend = packed_forward.build_attention(lengths, tree, size, cos, sin)
             assert isinstance(attend, packed_forward._KernelAttention)
             out = attend(x, kv_heads, scale)
         else:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -20,7 +18,6 @@ from transformers import (
 
 from rl_core.capabilities import check_training_forward
 from rl_core.cpu import packed_forward
-from rl_core.cpu.packed_forward import find_shared_prefixes
 from rl_core.errors import DataError
 from rl_core.models.hidden_states import compute_hidden_states
 from rl_core.models.lora import add_adapter, unwrap_model
@@ -149,6 +146,37 @@ def test_attention_is_scaled_as_the_model_says():
     compare(model, batch, None, batch.attention_mask_BS)
 
 
+@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_activations_are_computed_again_in_backward(with_adapters, is_partial):
+    model = create_model()
+    if with_adapters:
+        model = add_adapter(model, LoraSettings(rank=4))
+    base, batch = unwrap_model(model), build_shared_batch()
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert check_training_forward(base).allowed
+    needed_BS = batch.loss_mask_BS if is_partial else None
+    read_BS = batch.loss_mask_BS if is_partial else batch.attention_mask_BS
+    saved = []
+    for recomputes in (True, False):
+        base.train(recomputes)  # checkpointing happens in training mode alone
+        sizes = []
+
+        def record(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+            states_BSH = compute_hidden_states(base, batch, needed_BS)
+        saved.append((sum(sizes), compute_gradients(base, read_BS, states_BSH)))
+    (few, recomputed), (many, kept) = saved
+    assert few < 0.5 * many
+    assert compute_distance(recomputed[0], kept[0]) < 1e-6
+    assert recomputed[1].keys() == kept[1].keys()
+    for name, gradient in kept[1].items():
+        assert compute_distance(recomputed[1][name], gradient) < 1e-5, name
+
+
 def test_adapters_get_the_same_gradient():
     model = add_adapter(create_model(), LoraSettings(rank=4))
     with torch.no_grad():
@@ -193,43 +221,6 @@ def list_prefixes(batch) -> list[tuple[int, ...]]:
     """List each real token with its whole prefix."""
     rows = zip(batch.input_ids_BS.tolist(), batch.attention_mask_BS.sum(1).tolist(), strict=True)
     return [tuple(ids[: end + 1]) for ids, length in rows for end in range(length)]
-
-
-def test_the_common_beginning_of_rows_is_detected():
-    batch = build_shared_batch()
-    prefixes = list_prefixes(batch)
-    shared = find_shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist())
-    assert len(shared.first_N) == len(set(prefixes)) < len(prefixes) - 50
-    assert [prefixes[shared.first_N[number]] for number in shared.unique_T] == prefixes
-    assert sorted([*shared.first_N.tolist(), *shared.repeated_R.tolist()]) == list(
-        range(len(prefixes))
-    )
-    assert (
-        find_shared_prefixes(
-            batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist(), min_share=0.5
-        )
-        is None
-    )
-    assert find_shared_prefixes(build_batch([5, 5]).input_ids_BS, [5, 5]) is None
-    # padding is not part of a prefix
-    padded = torch.tensor([[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4]])
-    numbers = find_shared_prefixes(padded, [3, 2, 4]).unique_T.tolist()
-    last_row = numbers[5:]
-    assert numbers[:5] == [*last_row[:3], *last_row[:2]]
-    assert sorted(last_row) == [0, 1, 2, 3]
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=2, max_size=7))
-def test_every_common_beginning_is_detected(rows):
-    ids_BS = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    prefixes = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
-    shared = find_shared_prefixes(ids_BS, [len(row) for row in rows])
-    if len(set(prefixes)) == len(prefixes):
-        assert shared is None
-    else:
-        assert [prefixes[shared.first_N[number]] for number in shared.unique_T] == prefixes
-        assert len(shared.first_N) == len(set(prefixes))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -284,12 +275,6 @@ def create_model_without_sdpa():
     return model
 
 
-def create_checkpointed_model():
-    model = create_model()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
 OTHERS = {
     "float64": lambda: create_model().double(),
     "bfloat16": lambda: create_model().bfloat16(),
@@ -303,7 +288,6 @@ OTHERS = {
     ),
     "another family": lambda: MistralForCausalLM(MistralConfig(**SIZES)),
     "other kernels": create_model_without_sdpa,
-    "activation checkpointing": create_checkpointed_model,
 }
 
 

@@ -107,7 +107,9 @@ def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss(
 
 def test_both_rows_of_a_pair_are_in_one_micro_batch():
     # 20 tokens are 10 a side: the pair of 8 alone; 5 and 3 at a width of 5; 12 does not fit, hence alone
-    assert build_pair_batches([3, 8, 5, 12], 20) == [([3], 12), ([1], 8), ([2, 0], 5)]
+    pairs = [([1] * length, [2] * 2) for length in (3, 8, 5, 12)]
+    expected = [([3], 12), ([1], 8), ([2, 0], 5)]
+    assert build_pair_batches(pairs, 20, shares_prefixes=False) == expected
 
 
 def test_evaluation_by_hand():

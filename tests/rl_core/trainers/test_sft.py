@@ -144,13 +144,13 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens, monkeypatch):
     padded = build_trainer(batch_size=14)
     packed = build_trainer(batch_size=14, packing=True, micro_batch_tokens=micro_batch_tokens)
     shapes = []
-    compute = logprobs.compute_hidden_states
+    compute = logprobs.compute_prefix_states
 
     def record_shape(model, batch, *others):
         shapes.append(tuple(batch.input_ids_BS.shape))
         return compute(model, batch, *others)
 
-    monkeypatch.setattr(logprobs, "compute_hidden_states", record_shape)
+    monkeypatch.setattr(logprobs, "compute_prefix_states", record_shape)
     assert packed.evaluate() == pytest.approx(padded.evaluate(), rel=1e-5)
     for step in range(2):
         want = padded.step()
