@@ -18,6 +18,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models import causal_lm
+from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.lora import is_lora
 from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import read_model_max_length
@@ -58,14 +59,19 @@ class Policy:
         config: Any = self.model.config.get_text_config()
         return find_textless_ids(self.tokenizer, config.vocab_size)
 
-    def backend(self) -> RolloutBackend:
-        """Create a rollout backend that samples with this model's weights."""
+    def backend(self, autocast: AutocastPrecision = "none") -> RolloutBackend:
+        """Create a rollout backend that samples with this model's weights.
+
+        Args:
+            autocast: of the trainer whose rollouts it samples, so that both round the weights alike.
+        """
         return create_rollout_backend(
             self.model,
             eos_ids=self.renderer.eos_ids,
             pad_id=self.renderer.pad_id,
             max_length=self.context,
             textless_ids=self.textless_ids,
+            autocast=autocast,
         )
 
     def save(self, folder: str | Path) -> Path:

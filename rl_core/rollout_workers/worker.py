@@ -14,6 +14,7 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, WorkerFailed
 from rl_core.inference.engine import Engine, create_rollout_backend
+from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.trainable_weights import collect_trainable_weights
 from rl_core.rollout_workers.sampler_probe import ProbeCompletion, SamplerProbe, sample_probe
 from rl_core.rollout_workers.weight_transfer import (
@@ -54,6 +55,7 @@ class WorkerSpec:
     threads: int  # of torch: as in the trainer, for the same summation order
     versions: Mapping[str, str]  # of the trainer's process, see `read_runtime_versions`
     textless_ids: Sequence[int] = ()  # tokens that are never sampled
+    autocast: AutocastPrecision = "none"  # of the trainer's forward pass
 
     def check_versions(self) -> None:
         """Raise SettingsError if this process has other versions than the trainer's."""
@@ -117,6 +119,7 @@ class RolloutWorker:
             pad_id=spec.pad_id,
             max_length=spec.max_length,
             textless_ids=spec.textless_ids,
+            autocast=spec.autocast,
         )
         if isinstance(self.backend, Engine):
             self.backend.disable_cross_row_batching()

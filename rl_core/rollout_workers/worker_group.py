@@ -20,6 +20,7 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
 from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, WorkerFailed
 from rl_core.inference.sampling import RolloutBackend
+from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.trainable_weights import collect_trainable_weights
 from rl_core.rollout_workers.cluster import (
     NO_HEARTBEAT,
@@ -168,6 +169,7 @@ class WorkerConfig:
     pad_id: int
     is_exact: bool = True  # False = a forward pass in reduced precision (autocast)
     textless_ids: Sequence[int] = ()  # tokens that are never sampled
+    autocast: AutocastPrecision = "none"  # of the trainer's forward pass
 
     @property
     def bound(self) -> float:
@@ -459,6 +461,7 @@ class WorkerGroup:
             torch.get_num_threads(),
             read_runtime_versions(),
             config.textless_ids,
+            config.autocast,
         )
         try:
             return self.cluster.share_value(spec)
