@@ -90,7 +90,9 @@ def check_packed_weights(
     Args:
         autocast: precision in which the trainer multiplies by float32 weights.
     """
-    justification = "small enough to be copied before every run, in a layout for products with few rows"
+    justification = (
+        "small enough to be copied before every run, in a layout for products with few rows"
+    )
     products = packed_gemm.load_bf16_products() if packs_in_bfloat16(model, autocast) else None
     if products is not None:
         justification += f"; in bfloat16, {packed_gemm.describe_bf16_kernel(products)}"

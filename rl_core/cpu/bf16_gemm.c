@@ -101,11 +101,11 @@ INLINE void multiply_pairs(const float *a, const int32_t *b, int64_t apart, int6
         }
 }
 
-INLINE int panels_at_a_time(int64_t m) { return m == 1 ? GROUPED : m <= TALL / 2 ? 2 : 1; }
+INLINE int panels_at_a_time(int64_t m) { return m == 1 ? GROUPED : m == 2 ? 2 : 1; }
 
 #define CASE(m_) \
     case m_: \
-        if (panels == 1 || m_ > TALL / 2) multiply_pairs(a, b, apart, depth, next, c, stride, add, m_, 1, IS_DOTS); \
+        if (panels == 1 || m_ > 2) multiply_pairs(a, b, apart, depth, next, c, stride, add, m_, 1, IS_DOTS); \
         else multiply_pairs(a, b, apart, depth, next, c, stride, add, m_, m_ == 1 ? GROUPED : 2, IS_DOTS); \
         break;
 #define IS_DOTS 0
@@ -142,19 +142,18 @@ static void multiply_rows(const float *a, const float *b, int64_t depth, const f
 #undef CASE
 }
 
-/* c [rows, columns] (+)= copied rows times panels. With more rows than fit in registers, a panel is widened to `scratch`. */
+/* c [rows, columns] (+)= copied rows times panels. For many rows, a panel is widened once, to `scratch`. */
 static void multiply_panels(const float *a, const int32_t *b, int64_t depth, float *c, int64_t stride, int64_t rows,
                             int64_t columns, int add, float *scratch, const int is_dots) {
     int64_t apart = padded_depth(depth) / 2 * PANEL;
-    int is_widened_first = !is_dots && rows > TALL, taken = 1;
+    int is_widened_first = !is_dots && rows > 4 * TALL, grouped = panels_at_a_time(rows), taken;
     for (int64_t column = 0; column < columns; column += taken * PANEL, b += taken * apart) {
-        int grouped = panels_at_a_time(least(rows, TALL));
-        taken = !is_widened_first && rows <= TALL && columns - column >= grouped * PANEL ? grouped : 1;
+        taken = columns - column >= grouped * PANEL ? grouped : 1;
         const int32_t *next = b + taken * apart;
         int64_t n = least(columns - column, taken * PANEL);
         if (is_widened_first) widen_panel(b, depth, scratch);
-        for (int64_t row = 0; row < rows; row += TALL) {
-            int64_t m = least(rows - row, TALL);
+        for (int64_t row = 0, m; row < rows; row += m) {
+            m = rows_of_a_tile(rows - row);
             float *to = c + row * stride + column, part[TALL * PANEL];
             int is_whole = n == taken * PANEL;
             for (int64_t i = 0; !is_whole && add && i < m; i++)

@@ -49,7 +49,11 @@ class PackedProducts:
         count, number, pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
         self.kernel = kernel
         names = ["packed_size", "packed_room", "pack_right"]
-        names += ["product_packed", "packed_part"] if kernel is None else [f"{kernel}_product", f"{kernel}_part"]
+        names += (
+            ["product_packed", "packed_part"]
+            if kernel is None
+            else [f"{kernel}_product", f"{kernel}_part"]
+        )
         self.size, self.room, self.pack, self.product, self.part = (
             getattr(code, f"{family}_{name}") for name in names
         )
@@ -237,7 +241,11 @@ def describe_processor_code() -> ProcessorCode:
     training = _name_products(gemm.load_tiles(), gemm.load_gemm())
     rollouts = _name_products(load_int8_gemm(), load_packed_vectors())
     bf16_products = load_bf16_products()
-    bf16 = "" if bf16_products is None else f", of bfloat16 weights {describe_bf16_kernel(bf16_products)}"
+    bf16 = (
+        ""
+        if bf16_products is None
+        else f", of bfloat16 weights {describe_bf16_kernel(bf16_products)}"
+    )
     cost = "; AMX would be about 1.5 times as fast (docs/benchmarks/speed.md)"
     return ProcessorCode(
         f"compiled for vectors of {code.vector_numbers()} numbers; products in training by {training}, in rollouts by "

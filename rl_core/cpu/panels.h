@@ -28,6 +28,9 @@ INLINE int64_t rows_of_a_piece(int64_t rows, int64_t members) {
     return blocks_of(blocks_of(rows, TALL), pieces) * TALL;
 }
 
+/* Rows of the next tile, if `left` rows are left: tiles of nearly the same height, because low ones wait for their sums. */
+INLINE int64_t rows_of_a_tile(int64_t left) { return blocks_of(left, blocks_of(left, TALL)); }
+
 /* A member's part of a product of few rows with packed weights. Members divide the rows, or columns if rows are too few;
  * then each member copies all rows. */
 typedef struct {

@@ -46,10 +46,11 @@ static void multiply_rows(const float *a, int across, const float *b, int64_t de
 static void multiply_panels(const float *a, int across, const float *panels, int64_t depth, float *c, int64_t stride,
                             int64_t rows, int64_t columns, int add) {
     for (int64_t column = 0; column < columns; column += PANEL, panels += depth * PANEL)
-        for (int64_t row = 0; row < rows; row += TALL) {
+        for (int64_t row = 0, m; row < rows; row += m) {
             const float *from = a + row * (across ? DEEP : LINE);
             float *to = c + row * stride + column, part[TALL * PANEL];
-            int64_t m = least(rows - row, TALL), n = least(columns - column, PANEL);
+            int64_t n = least(columns - column, PANEL);
+            m = across ? least(rows - row, TALL) : rows_of_a_tile(rows - row);
             if (n == PANEL) {
                 multiply_rows(from, across, panels, depth, to, stride, add, m);
                 continue;

@@ -74,7 +74,9 @@ def build_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-def build_sampler(model: LlamaForCausalLM, new: int, *, in_place: bool = False) -> Callable[[int], int]:
+def build_sampler(
+    model: LlamaForCausalLM, new: int, *, in_place: bool = False
+) -> Callable[[int], int]:
     """Return a function that samples `rows` sequences and returns the number of tokens."""
     engine = create_rollout_backend(model, eos_ids=(1,), pad_id=0, max_length=PROMPT + new)
     prompts = torch.randint(3, 49_152, (64, PROMPT), generator=torch.Generator().manual_seed(1))
@@ -86,9 +88,7 @@ def build_sampler(model: LlamaForCausalLM, new: int, *, in_place: bool = False) 
             decision = Decision("packed weights", False, "for comparison")
             decoding.check_packed_weights = lambda *_, **__: decision
         try:
-            engine.run_sequences(
-                sequences, SamplingSettings(max_completion_tokens=new, slots=rows)
-            )
+            engine.run_sequences(sequences, SamplingSettings(max_completion_tokens=new, slots=rows))
         finally:
             decoding.check_packed_weights = check
         return sum(len(sequence.sampled) for sequence in sequences)
@@ -106,10 +106,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     floats = build_model()
     halves = copy.deepcopy(floats).bfloat16()
-    print(f"{read_processor_name()}; torch {torch.__version__}, transformers {transformers.__version__}")
+    print(
+        f"{read_processor_name()}; torch {torch.__version__}, transformers {transformers.__version__}"
+    )
     products = packed_gemm.load_bf16_products()
     kernel = "none" if products is None else packed_gemm.describe_bf16_kernel(products)
-    print(f"{options.threads} threads; fused: {check_fused_step(halves).allowed}; products {kernel}")
+    print(
+        f"{options.threads} threads; fused: {check_fused_step(halves).allowed}; products {kernel}"
+    )
     samplers = {
         "float32": build_sampler(floats, options.new),
         "bfloat16": build_sampler(halves, options.new),

@@ -50,7 +50,10 @@ def draw(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def multiply(
-    products: PackedProducts, x: torch.Tensor, weight: torch.Tensor, base: torch.Tensor | None = None
+    products: PackedProducts,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    base: torch.Tensor | None = None,
 ) -> torch.Tensor:
     packed = PackedVectors(products, weight, Arena())
     if base is not None:
@@ -70,9 +73,7 @@ def emulate(
     out = None if base is None else base.numpy()
     for first in range(0, left.shape[1], 256):
         width = min(256, left.shape[1] - first)
-        terms = [
-            left[:, first + k, None] * right[None, :, first + k] for k in range(width)
-        ]
+        terms = [left[:, first + k, None] * right[None, :, first + k] for k in range(width)]
         zeros = np.zeros_like(terms[0])
         terms += [zeros] * (-width % 32)
         sums = zeros
@@ -120,7 +121,9 @@ def test_instructions_give_the_bits_of_their_definition(
 
 def test_rows_are_rounded_to_nearest_even(products: PackedProducts) -> None:
     """The product with an identity returns the rows as the kernel sees them."""
-    edges = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.3e38, 65504.0])
+    edges = torch.tensor(
+        [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.3e38, 65504.0]
+    )
     x = torch.cat([edges, torch.randn(90) * 10])[None]
     result = multiply(products, x, torch.eye(96).bfloat16())
     assert torch.equal(result, x if products.kernel == "widened" else x.bfloat16().float())

@@ -37,8 +37,7 @@ def test_each_kind_of_processor_is_named(processor: Callable[..., str]) -> None:
     vectors = processor(tiles=None, vectors=some, training=some)
     assert (
         "vectors of 8 numbers; products in training by vectors, in rollouts by vectors, of bfloat16 weights widened to "
-        "float32; AMX"
-        in vectors
+        "float32; AMX" in vectors
     )
     assert "in training by torch's library, in rollouts by vectors" in processor(
         tiles=None, vectors=some, training=None
