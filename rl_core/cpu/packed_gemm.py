@@ -1,5 +1,5 @@
-"""Products of few float32 rows with weights packed in advance: float32 weights for vectors (`vector_gemm.c`) or as 8-bit
-integers (`int8_gemm.c`), bfloat16 weights as they are (`bf16_gemm.c`, `bf16_tiles.c`).
+"""Products of few float32 rows with weights packed in advance: float32 weights for vectors (`vector_gemm.c`) or as
+8-bit integers (`int8_gemm.c`), bfloat16 weights as they are (`bf16_gemm.c`, `bf16_tiles.c`).
 
 torch's library copies a weight at every call; with few rows that takes nearly as long as the product.
 

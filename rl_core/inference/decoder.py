@@ -1,8 +1,8 @@
 """Forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
 
 Every run reads the module's parameters as they are when it begins, so sampling follows an in-place optimiser step. A
-GPU run reads them in place; a CPU run packs copies (`decoder_layers.py`): those of bfloat16 weights, and under `autocast: bfloat16` of float32 ones, are
-bfloat16; activations and cache are then float32.
+GPU run reads them in place; a CPU run packs copies (`decoder_layers.py`). Copies of bfloat16 weights are bfloat16, and
+under `autocast: bfloat16` those of float32 ones; activations and cache are then float32.
 
 n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size, Q
 query heads, K key/value heads.

@@ -2,9 +2,9 @@
 
 python tests/benchmarks/bench_bf16_decoding.py [--rows 1,8,32,64] [--new 128] [--threads 2] [--repeats 5] [--in-place]
 
-A random Llama of SmolLM2-135M's shape (vocabulary 49,152, tied); prompts of 16 tokens; temperature 1, no end token. A run
-includes packing the weights. `--in-place` adds bfloat16 weights multiplied by torch where they are, without compiled code.
-Prints tokens/s: median [lowest, highest], and the ratio to float32, the median of the rounds' ratios.
+A random Llama of SmolLM2-135M's shape (vocabulary 49,152, tied); prompts of 16 tokens; temperature 1, no end token.
+A run includes packing the weights. `--in-place` adds bfloat16 weights that torch multiplies where they are, without
+compiled code. Prints tokens/s: median [lowest, highest], and the ratio to float32, the median of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Products with weights packed as bfloat16: widened weights give the bits of float32 products, and dot products and tiles
+"""Products with weights packed as bfloat16: widened weights give the bits of float32 products, dot products and tiles
 those of the instructions. A row depends on its own numbers alone.
 """
 

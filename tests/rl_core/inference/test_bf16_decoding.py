@@ -1,5 +1,5 @@
-"""Decoding with weights packed as bfloat16: the numbers of float32 on the rounded weights where they are widened, those of
-the trainer within bfloat16's bound everywhere; no bit depends on other sequences or threads.
+"""Decoding with weights packed as bfloat16: the numbers of float32 on the rounded weights where they are widened, those
+of the trainer within bfloat16's bound everywhere; no bit depends on other sequences or threads.
 """
 
 from __future__ import annotations
