@@ -18,11 +18,11 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models import causal_lm
-from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.lora import is_lora
 from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import read_model_max_length
 from rl_core.settings import LoraSettings, ModelSettings, build_settings
+from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from rl_core.capabilities.decision import (
     unwrap_adapters,
 )
 from rl_core.cpu import fused_decode, packed_gemm
-from rl_core.models.forward_modes import AutocastPrecision
+from rl_core.types import AutocastPrecision
 
 # larger copies need too much memory, and their products are memory-bound anyway
 PACKED_BYTES = 1 << 30

@@ -34,10 +34,10 @@ from rl_core.inference.decoder_layers import (
     PackedOutputHead,
 )
 from rl_core.inference.sampling import draw_tokens
-from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.lora import unwrap_linear, unwrap_model
 from rl_core.models.routed_adapters import Adapter
 from rl_core.settings import SamplingSettings
+from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -39,11 +39,11 @@ from rl_core.inference.sampling import (
 )
 from rl_core.inference.slot_table import MAX_COMPILED_STEPS, SlotTable
 from rl_core.inference.transformers_backend import TransformersBackend
-from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.lora import use_merged_weights
 from rl_core.models.routed_adapters import Adapter
 from rl_core.out_of_memory import MemoryFit, format_first_line, is_out_of_memory
 from rl_core.settings import SamplingSettings
+from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

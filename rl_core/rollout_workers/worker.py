@@ -14,7 +14,6 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, WorkerFailed
 from rl_core.inference.engine import Engine, create_rollout_backend
-from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.trainable_weights import collect_trainable_weights
 from rl_core.rollout_workers.sampler_probe import ProbeCompletion, SamplerProbe, sample_probe
 from rl_core.rollout_workers.weight_transfer import (
@@ -27,7 +26,7 @@ from rl_core.rollout_workers.weight_transfer import (
 from rl_core.rollouts.collect import GroupPlan, enable_native_tools, play_groups
 from rl_core.rollouts.episode_sequence import Renderer
 from rl_core.settings import SamplingSettings
-from rl_core.types import RolloutGroup
+from rl_core.types import AutocastPrecision, RolloutGroup
 
 
 def read_runtime_versions() -> dict[str, str]:

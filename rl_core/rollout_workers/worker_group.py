@@ -20,7 +20,6 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
 from rl_core.errors import PosttrainError, SamplerMismatch, SettingsError, WorkerFailed
 from rl_core.inference.sampling import RolloutBackend
-from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.models.trainable_weights import collect_trainable_weights
 from rl_core.rollout_workers.cluster import (
     NO_HEARTBEAT,
@@ -56,7 +55,7 @@ from rl_core.settings import RolloutSettings, SamplingSettings
 from rl_core.settings.rollouts import select_rounding_bound
 from rl_core.storage.faults import inject_fault
 from rl_core.timing import span
-from rl_core.types import RolloutGroup
+from rl_core.types import AutocastPrecision, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
