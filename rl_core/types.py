@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 from rl_core.errors import SettingsError
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # importing torch takes seconds, and many commands do not nee
 # Largest magnitude of a reward. Its square, summed over billions of tokens, is a finite float32; beyond it a step of
 # the policy, the critic or the whitening silently becomes 0 or infinite.
 REWARD_LIMIT = 1e12
+
+# Compute dtype of matrix products; weights keep their dtype.
+AutocastPrecision = Literal["none", "bfloat16"]
 
 
 class Message(TypedDict):

@@ -22,6 +22,7 @@ from rl_core.models.lora import is_lora
 from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import read_model_max_length
 from rl_core.settings import LoraSettings, ModelSettings, build_settings
+from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -58,14 +59,19 @@ class Policy:
         config: Any = self.model.config.get_text_config()
         return find_textless_ids(self.tokenizer, config.vocab_size)
 
-    def backend(self) -> RolloutBackend:
-        """Create a rollout backend that samples with this model's weights."""
+    def backend(self, autocast: AutocastPrecision = "none") -> RolloutBackend:
+        """Create a rollout backend that samples with this model's weights.
+
+        Args:
+            autocast: of the trainer whose rollouts it samples, so that both round the weights alike.
+        """
         return create_rollout_backend(
             self.model,
             eos_ids=self.renderer.eos_ids,
             pad_id=self.renderer.pad_id,
             max_length=self.context,
             textless_ids=self.textless_ids,
+            autocast=autocast,
         )
 
     def save(self, folder: str | Path) -> Path:

@@ -20,6 +20,7 @@ from rl_core.capabilities.decision import (
     unwrap_adapters,
 )
 from rl_core.cpu import fused_decode, packed_gemm
+from rl_core.types import AutocastPrecision
 
 # larger copies need too much memory, and their products are memory-bound anyway
 PACKED_BYTES = 1 << 30
@@ -81,44 +82,86 @@ def _iter_linears(base: Any) -> Iterator[tuple[Any, str]]:
             yield from ((part, name) for name in _LINEARS if hasattr(part, name))
 
 
-def check_packed_weights(model: Any, device: str | None = None) -> Decision:
-    """Decide about copying the weights before every run into the layout that the CPU multiplies fastest."""
+def check_packed_weights(
+    model: Any, device: str | None = None, *, autocast: AutocastPrecision = "none"
+) -> Decision:
+    """Decide about copying the weights before every run into the layout that the CPU multiplies fastest.
+
+    Args:
+        autocast: precision in which the trainer multiplies by float32 weights.
+    """
+    justification = (
+        "small enough to be copied before every run, in a layout for products with few rows"
+    )
+    products = packed_gemm.load_bf16_products() if packs_in_bfloat16(model, autocast) else None
+    if products is not None:
+        justification += f"; in bfloat16, {packed_gemm.describe_bf16_kernel(products)}"
     return build_decision(
         "packed weights",
-        _find_packing_obstacles(model, device),
-        "small enough to be copied before every run, in a layout for products with few rows",
+        _find_packing_obstacles(model, device, autocast),
+        justification,
         "products with the weights in place",
     )
 
 
-def _find_packing_obstacles(model: Any, device: str | None) -> Iterator[str]:
+def packs_in_bfloat16(model: Any, autocast: AutocastPrecision = "none") -> bool:
+    """Return whether packed copies of the weights are bfloat16: the weights are, or float32 weights are rounded as the
+    trainer's `autocast` does, if this processor has products for it.
+    """
+    head = getattr(unwrap_adapters(model), "lm_head", None)
+    dtype = getattr(getattr(head, "weight", None), "dtype", None)
+    rounds = autocast == "bfloat16" and packed_gemm.load_bf16_products() is not None
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and rounds)
+
+
+def _find_packing_obstacles(
+    model: Any, device: str | None, autocast: AutocastPrecision
+) -> Iterator[str]:
     yield from _require_path(check_rollout_decoder(model))
     base = unwrap_adapters(model)
-    weight = base.lm_head.weight
+    weight, in_bf16 = base.lm_head.weight, packs_in_bfloat16(model, autocast)
     if resolve_device_type(weight, device) != "cpu":
         yield f"its weights are on {resolve_device_type(weight, device)}; copies only help on a CPU"
-    if weight.dtype not in (torch.float32, torch.float64):
-        yield f"its weights are {format_dtype(weight)}; only float32 and float64 are copied"
-    size = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
+    if weight.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        yield f"its weights are {format_dtype(weight)}; only float32, float64 and bfloat16 are copied"
+    linears = [getattr(owner, name) for owner, name in _iter_linears(base)]
+    dtypes = {format_dtype(getattr(layer, "base_layer", layer).weight) for layer in linears}
+    if len(dtypes) > 1:
+        yield f"the weights of its linear layers are {' and '.join(sorted(dtypes))}"
+    if in_bf16 and packed_gemm.load_bf16_products() is None:
+        yield f"its weights are bfloat16; {_explain_missing_products()}"
+    sizes = [
+        (parameter.numel(), 2 if in_bf16 else parameter.element_size())
+        for parameter in base.parameters()
+    ]
+    size = sum(count * item for count, item in sizes)
     if size > PACKED_BYTES:
         yield f"its weights take {size / 2**30:.1f} GiB, more than the {PACKED_BYTES / 2**30:g} GiB limit for copies"
 
 
-def check_compiled_decoding(model: Any, device: str | None = None) -> Decision:
-    """Decide about compiled attention, norms, gates and sampling while decoding (`rl_core.cpu.fused_decode`)."""
+def check_compiled_decoding(
+    model: Any, device: str | None = None, *, autocast: AutocastPrecision = "none"
+) -> Decision:
+    """Decide about compiled attention, norms, gates and sampling while decoding (`rl_core.cpu.fused_decode`).
+
+    Args:
+        autocast: see `check_packed_weights`.
+    """
     return build_decision(
         "compiled decoding",
-        _find_compiled_obstacles(model, device),
+        _find_compiled_obstacles(model, device, autocast),
         "attention, norms, gates and sampling run as compiled code",
         "torch's kernels",
     )
 
 
-def _find_compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
-    yield from _require_path(check_packed_weights(model, device))
+def _find_compiled_obstacles(
+    model: Any, device: str | None, autocast: AutocastPrecision
+) -> Iterator[str]:
+    yield from _require_path(check_packed_weights(model, device, autocast=autocast))
     base = unwrap_adapters(model)
-    if base.lm_head.weight.dtype != torch.float32:
-        yield f"its weights are {format_dtype(base.lm_head.weight)}; compiled code needs float32"
+    if base.lm_head.weight.dtype not in (torch.float32, torch.bfloat16):
+        yield f"its weights are {format_dtype(base.lm_head.weight)}; compiled code needs float32 or bfloat16"
     attention = base.model.layers[0].self_attn
     heads = {
         "head_dim": attention.head_dim,
@@ -135,19 +178,30 @@ def _find_compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
         yield _explain_missing_kernels()
 
 
-def check_fused_step(model: Any, device: str | None = None) -> Decision:
-    """Decide about running a whole decoding step as one compiled call (`rl_core.cpu.fused_decode.FusedStep`)."""
+def check_fused_step(
+    model: Any, device: str | None = None, *, autocast: AutocastPrecision = "none"
+) -> Decision:
+    """Decide about running a whole decoding step as one compiled call (`rl_core.cpu.fused_decode.FusedStep`).
+
+    Args:
+        autocast: see `check_packed_weights`.
+    """
     return build_decision(
         "fused step",
-        _find_fused_obstacles(model, device),
+        _find_fused_obstacles(model, device, autocast),
         "a whole decoding step is one call of compiled code",
         "one call per operation",
     )
 
 
-def _find_fused_obstacles(model: Any, device: str | None) -> Iterator[str]:
-    yield from _require_path(check_compiled_decoding(model, device))
-    if packed_gemm.load_int8_gemm() is None and packed_gemm.load_packed_vectors() is None:
+def _find_fused_obstacles(
+    model: Any, device: str | None, autocast: AutocastPrecision
+) -> Iterator[str]:
+    yield from _require_path(check_compiled_decoding(model, device, autocast=autocast))
+    has_float32_products = (
+        packed_gemm.load_int8_gemm() is not None or packed_gemm.load_packed_vectors() is not None
+    )
+    if not has_float32_products and not packs_in_bfloat16(model, autocast):
         yield "this processor has neither tiles for products of 8-bit integers (AMX) nor vectors of 8 numbers (AVX2)"
     activations = {type(layer.mlp.act_fn).__name__ for layer in unwrap_adapters(model).model.layers}
     if not activations <= set(_SILU):
@@ -167,6 +221,12 @@ def check_slot_adapters(model: Any, device: str | None = None) -> Decision:
 def _require_path(other: Decision) -> Iterator[str]:
     if not other.allowed:
         yield f"needs the path '{other.name}'"
+
+
+def _explain_missing_products() -> str:
+    if fused_decode.load_decode_kernels() is None:
+        return _explain_missing_kernels()
+    return "this processor has no vectors of 8 numbers (AVX2)"
 
 
 def _explain_missing_kernels() -> str:

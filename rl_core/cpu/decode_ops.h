@@ -47,6 +47,7 @@ void draw_row(const float *logits, int64_t V, const int64_t *never, int64_t neve
               float *room, int64_t *token,
               float *logprob);
 
-/* A member's part of c [rows, columns] (+)= left times packed weights: `int8_packed_part` or `vector_packed_part`. */
+/* A member's part of c [rows, columns] (+)= left times packed weights: `vector_packed_part` or another
+ * family's. */
 typedef void ProductPart(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
                          int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int member, int members);

@@ -1,7 +1,8 @@
 /* Whole decoding steps in one call, by products with packed weights: embedding, layers, logits, sampling.
  *
  * N new tokens, the first `count` of which get logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V vocabulary.
- * Norms' weights are multiplied into the packed weights that follow them.
+ * Norms' weights are multiplied into the packed weights that follow them, or, since bfloat16 would round their product,
+ * into the activations.
  *
  * Slots may have their own low-rank adapters, whose products are added row by row: a slot's numbers do not depend on the
  * adapters of others.
@@ -21,7 +22,7 @@
 /* An adapter's update of one product, R rows in total: out[begin .. end) += (x . down) up for each row. */
 typedef struct {
     int64_t rows;
-    const float *down;         /* [R, inputs], norms' weights multiplied in */
+    const float *down;         /* [R, inputs], norms' weights multiplied in where they are in the packed weights */
     const float *up;           /* end - begin numbers per row, consecutive; scale multiplied in */
     const int64_t *columns;    /* [R, 2]: begin and end among the outputs */
 } LowRank;
@@ -30,6 +31,7 @@ typedef struct {
     const int8_t *heads, *out, *gate_up, *down;
     const float *heads_bias, *out_bias, *gate_up_bias, *down_bias; /* or NULL */
     const float *q_weight, *k_weight;                              /* or NULL */
+    const float *input_weight, *mlp_weight; /* of the norms, or NULL: multiplied into the packed weights */
     float *keys, *values;
     float q_eps, k_eps, input_eps, mlp_eps, scale;
 } DecodeLayer;
@@ -37,9 +39,10 @@ typedef struct {
 typedef struct {
     int64_t layers, H, I, V;
     const DecodeLayer *layer;
-    const float *embedding; /* [V, H] */
+    const float *embedding;         /* [V, H] */
+    const uint16_t *bf16_embedding; /* in bfloat16; used instead if it is not NULL */
     const int8_t *head;
-    const float *head_bias;
+    const float *head_bias, *head_weight; /* or NULL; the weight is that of the last norm */
     float head_eps;
     ProductPart *product;
     int64_t copies;    /* scratch bytes per member */
@@ -62,6 +65,27 @@ typedef struct {
     const int64_t *never;         /* tokens that are not drawn, in ascending order */
     int64_t nevers;
 } Sampling;
+
+/* x [n, H] = the embedding of some tokens. */
+static void embed_tokens(const DecodeModel *m, const int64_t *tokens, int64_t n, float *x) {
+    for (; n--; tokens++, x += m->H) {
+        if (!m->bf16_embedding) {
+            memcpy(x, m->embedding + *tokens * m->H, (size_t)m->H * sizeof(float));
+            continue;
+        }
+        for (int64_t i = 0; i < m->H; i++) {
+            uint32_t bits = (uint32_t)m->bf16_embedding[*tokens * m->H + i] << 16;
+            memcpy(x + i, &bits, sizeof(bits));
+        }
+    }
+}
+
+/* `normed`, times the norm's weight if there is one. */
+static void normed_by(const float *weight, const float *x, int64_t n, int64_t width, float eps, float *out) {
+    normed(x, n, width, eps, out);
+    for (int64_t row = 0; weight && row < n; row++)
+        for (int64_t i = 0; i < width; i++) out[row * width + i] *= weight[i];
+}
 
 static inline void add_bias(const float *bias, int64_t columns, int64_t first, int64_t end, int is_first, float *out) {
     for (int64_t row = first; bias && row < end; row++)
@@ -103,10 +127,10 @@ static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t
     float *both = attended + N * QD, *active = both + N * 2 * I;
 #define MULTIPLY(from, inputs, weight, to, outputs, add) \
     m->product(from, inputs, weight, to, outputs, rows, outputs, inputs, add, copies, who->number, who->members)
-    for (int64_t n = first; n < end; n++) memcpy(x + n * H, m->embedding + tokens[n] * H, (size_t)H * sizeof(float));
+    embed_tokens(m, tokens + first, end - first, x + first * H);
     for (int64_t number = 0; number < m->layers; number++) {
         const DecodeLayer *l = m->layer + number;
-        normed(x + first * H, end - first, H, l->input_eps, normal + first * H);
+        normed_by(l->input_weight, x + first * H, end - first, H, l->input_eps, normal + first * H);
         add_bias(l->heads_bias, E, first, end, 1, heads);
         meet(who);
         MULTIPLY(normal, H, l->heads, heads, E, l->heads_bias != NULL);
@@ -123,7 +147,7 @@ static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t
         MULTIPLY(attended, QD, l->out, x, H, 1);
         meet(who);
         adapt(m, s, 4 * number + 1, attended, QD, x, H, first, end);
-        normed(x + first * H, end - first, H, l->mlp_eps, normal + first * H);
+        normed_by(l->mlp_weight, x + first * H, end - first, H, l->mlp_eps, normal + first * H);
         add_bias(l->gate_up_bias, 2 * I, first, end, 1, both);
         meet(who);
         MULTIPLY(normal, H, l->gate_up, both, 2 * I, l->gate_up_bias != NULL);
@@ -136,7 +160,7 @@ static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t
         meet(who);
         adapt(m, s, 4 * number + 3, active, I, x, H, first, end);
     }
-    normed(x + first * H, end - first, H, m->head_eps, normal + first * H);
+    normed_by(m->head_weight, x + first * H, end - first, H, m->head_eps, normal + first * H);
     add_bias(m->head_bias, m->V, first, end, 1, logits);
     meet(who);
     MULTIPLY(normal, H, m->head, logits, m->V, m->head_bias != NULL);

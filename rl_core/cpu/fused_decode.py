@@ -103,7 +103,8 @@ class _Layer(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("heads_bias", "out_bias", "gate_up_bias", "down_bias")
         ),
-        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight")),
+        *((name, ctypes.c_void_p) for name in ("input_weight", "mlp_weight", "keys", "values")),
         *((name, ctypes.c_float) for name in ("q_eps", "k_eps", "input_eps", "mlp_eps", "scale")),
     ]
 
@@ -111,7 +112,8 @@ class _Layer(ctypes.Structure):
 class _Model(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("layers", "H", "I", "V")),
-        *((name, ctypes.c_void_p) for name in ("layer", "embedding", "head", "head_bias")),
+        *((name, ctypes.c_void_p) for name in ("layer", "embedding", "bf16_embedding")),
+        *((name, ctypes.c_void_p) for name in ("head", "head_bias", "head_weight")),
         ("head_eps", ctypes.c_float),
         ("product", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("copies", "least_own")),
@@ -146,7 +148,7 @@ _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 @dataclass(slots=True)
 class PackedWeights:
-    """One layer's packed weights, with the norms' weights multiplied in, and biases."""
+    """One layer's packed weights and biases; norms' weights are None if they are multiplied into the packed ones."""
 
     heads: tuple[PackedOperand, torch.Tensor | None]
     out: tuple[PackedOperand, torch.Tensor | None]
@@ -157,6 +159,8 @@ class PackedWeights:
     input_eps: float
     mlp_eps: float
     scale: float
+    input_weight: torch.Tensor | None = None
+    mlp_weight: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -205,6 +209,10 @@ class SlotAdapters:
             fields.down, fields.up, fields.columns = (part.data_ptr() for part in parts)
 
 
+def _read_address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 class FusedStep:
     """Whole decoding steps in one call (`fused_decode.c`), for packed weights."""
 
@@ -215,10 +223,13 @@ class FusedStep:
         head_eps: float,
         embedding_VH: torch.Tensor,
         cache: torch.Tensor,
+        head_weight_H: torch.Tensor | None = None,
     ) -> None:
         """Fill the C structures.
 
         Args:
+            embedding_VH: contiguous, float32 or bfloat16.
+            head_weight_H: of the last norm; None = multiplied into the head's packed weight.
             cache: keys and values, [layers, 2, slots, K, length, D].
         """
         code = build.load_library()
@@ -229,22 +240,25 @@ class FusedStep:
         self._decode_steps.argtypes = (pointer, pointer, pointer, number, *(pointer,) * 6)
         self._decode_step.restype = self._decode_steps.restype = None
         # keeps alive what the compiled code points to
-        self._referenced_tensors = (layers, head, embedding_VH, cache)
+        self._referenced_tensors = (layers, head, embedding_VH, cache, head_weight_H)
         self._layers = (_Layer * len(layers))()
         for fields, layer, layer_cache in zip(self._layers, layers, cache, strict=True):
             for name in ("heads", "out", "gate_up", "down"):
                 packed, bias = getattr(layer, name)
                 setattr(fields, name, packed.address)
-                setattr(fields, f"{name}_bias", bias.data_ptr() if bias is not None else None)
+                setattr(fields, f"{name}_bias", _read_address(bias))
             for name in ("q", "k"):
                 norm: RmsNormWeights | None = getattr(layer, f"{name}_norm")
                 if norm is not None:
                     setattr(fields, f"{name}_weight", norm.weight.data_ptr())
                     setattr(fields, f"{name}_eps", norm.eps)
+            fields.input_weight = _read_address(layer.input_weight)
+            fields.mlp_weight = _read_address(layer.mlp_weight)
             fields.keys, fields.values = layer_cache[0].data_ptr(), layer_cache[1].data_ptr()
             fields.input_eps, fields.mlp_eps = layer.input_eps, layer.mlp_eps
             fields.scale = layer.scale
         packed, bias = head
+        is_bf16 = embedding_VH.dtype == torch.bfloat16
         self._width = layers[0].down[0].inputs
         size = sum(
             getattr(layer, name)[0].size
@@ -257,15 +271,17 @@ class FusedStep:
             I=self._width,
             V=packed.outputs,
             layer=ctypes.addressof(self._layers),
-            embedding=embedding_VH.data_ptr(),
+            embedding=embedding_VH.data_ptr() if not is_bf16 else None,
+            bf16_embedding=embedding_VH.data_ptr() if is_bf16 else None,
             head=packed.address,
-            head_bias=bias.data_ptr() if bias is not None else None,
+            head_bias=_read_address(bias),
+            head_weight=_read_address(head_weight_H),
             head_eps=head_eps,
             product=ctypes.cast(packed.gemm.part, pointer).value,
             copies=packed.gemm.room(1),
             least_own=MIN_ROWS_PER_THREAD if size + packed.size <= MAX_CACHED_BYTES else 2**62,
         )
-        self._gemm, self._activations = packed.gemm, embedding_VH.new_empty(0)
+        self._gemm, self._activations = packed.gemm, torch.empty(0)
         self._sampling_buffers: tuple[torch.Tensor, ...] = ()  # see `_allocate_sampling_buffers`
         self._sampling_buffers_size = (0, 0)  # tokens and threads of these buffers
 

@@ -1,5 +1,5 @@
-"""Float32 products of few rows with weights packed in advance: by vectors (`vector_gemm.c`) or 8-bit integers
-(`int8_gemm.c`).
+"""Products of few float32 rows with weights packed in advance: float32 weights for vectors (`vector_gemm.c`) or as
+8-bit integers (`int8_gemm.c`), bfloat16 weights as they are (`bf16_gemm.c`, `bf16_tiles.c`).
 
 torch's library copies a weight at every call; with few rows that takes nearly as long as the product.
 
@@ -9,6 +9,9 @@ four) whose products are exact. Packed weights take three quarters of float32's 
 rows: a weight is rounded to 2^-24 of the largest in its row, which matters only if that is far above the others and
 meets a small input. All weights of such an input are multiplied in float32 instead (like outlier features in
 LLM.int8, Dettmers et al. 2022, arXiv:2208.07339).
+
+bfloat16 weights take half of float32's memory. Where the processor multiplies bfloat16 (AVX-512 BF16, AMX), rows are
+rounded to bfloat16, too, as in training; elsewhere weights are widened, and results have the bits of float32 products.
 
 N rows, I inputs, O outputs.
 """
@@ -38,12 +41,19 @@ class PackedProducts:
 
     Args:
         code: the compiled library.
-        family: prefix of its functions' names, `int8` or `vector`.
+        family: prefix of its functions' names: `int8`, `vector` or `bf16`.
+        kernel: of bfloat16 products: `widened`, `dots` or `tiles`.
     """
 
-    def __init__(self, code: ctypes.CDLL, family: str) -> None:
+    def __init__(self, code: ctypes.CDLL, family: str, kernel: str | None = None) -> None:
         count, number, pointer = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        names = ("packed_size", "packed_room", "pack_right", "product_packed", "packed_part")
+        self.kernel = kernel
+        names = ["packed_size", "packed_room", "pack_right"]
+        names += (
+            ["product_packed", "packed_part"]
+            if kernel is None
+            else [f"{kernel}_product", f"{kernel}_part"]
+        )
         self.size, self.room, self.pack, self.product, self.part = (
             getattr(code, f"{family}_{name}") for name in names
         )
@@ -101,7 +111,7 @@ class PackedWeight:
 
 
 class PackedVectors(PackedWeight):
-    """A copy of a contiguous weight [O, I], packed for vectors."""
+    """A copy of a contiguous weight [O, I], packed for vectors: float32, or bfloat16 for products of that family."""
 
     def __init__(self, gemm: PackedProducts, weight_OI: torch.Tensor, arena: Arena) -> None:
         self.gemm = gemm
@@ -119,6 +129,19 @@ def load_packed_vectors() -> PackedProducts | None:
     """Load the functions; return None without compiled code or vectors of at least 8 numbers."""
     code = build.load_library()
     return PackedProducts(code, "vector") if code is not None and code.vectors_ready() else None
+
+
+@functools.cache
+def load_bf16_products() -> PackedProducts | None:
+    """Load the fastest products with bfloat16 weights; return None without compiled code or vectors of at least 8
+    numbers.
+    """
+    code = build.load_library()
+    if code is None or not code.vectors_ready():
+        return None
+    if code.tiles_ready():
+        return PackedProducts(code, "bf16", "tiles")
+    return PackedProducts(code, "bf16", "dots" if code.dots_ready() else "widened")
 
 
 class PackedMatrix(PackedWeight):
@@ -217,11 +240,25 @@ def describe_processor_code() -> ProcessorCode:
         )
     training = _name_products(gemm.load_tiles(), gemm.load_gemm())
     rollouts = _name_products(load_int8_gemm(), load_packed_vectors())
+    bf16_products = load_bf16_products()
+    bf16 = (
+        ""
+        if bf16_products is None
+        else f", of bfloat16 weights {describe_bf16_kernel(bf16_products)}"
+    )
     cost = "; AMX would be about 1.5 times as fast (docs/benchmarks/speed.md)"
     return ProcessorCode(
         f"compiled for vectors of {code.vector_numbers()} numbers; products in training by {training}, in rollouts by "
-        f"{rollouts}{'' if gemm.load_tiles() else cost}"
+        f"{rollouts}{bf16}{'' if gemm.load_tiles() else cost}"
     )
+
+
+def describe_bf16_kernel(products: PackedProducts) -> str:
+    """Describe how products with bfloat16 weights are computed, for users."""
+    return {
+        "tiles": "by tiles (AMX)",
+        "dots": "by dot products (AVX-512 BF16)",
+    }.get(products.kernel or "", "widened to float32")
 
 
 def _name_products(tiles: object | None, vectors: object | None) -> str:

@@ -2,6 +2,8 @@
 
 #include <stdint.h>
 
+#include "counts.h"
+
 #ifdef TILE_STAND_IN /* file of a portable replacement for the intrinsics, in tests */
 #define HAS_TILES
 #include TILE_STAND_IN
@@ -45,8 +47,6 @@ INLINE __m512 some_of(const float *x, int64_t count) {
     if (count >= SIDE) return _mm512_loadu_ps(x);
     return count <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), x);
 }
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* All eight tiles: 16 rows of 64 bytes. */
 static inline void configure(void) {

@@ -8,7 +8,7 @@
  */
 
 #include "matrix.h"
-#include "vectors.h"
+#include "panels.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -17,27 +17,7 @@
 #define omp_get_num_threads() 1
 #endif
 
-#ifdef __AVX512F__ /* as many sums as there are registers */
-#define TALL 12
-#define WIDE 2
-#else
-#define TALL 6
-#define WIDE 2
-#endif
-#define PANEL (WIDE * W)       /* columns */
-#define DEEP 256               /* depth at a time */
-#define LINE (DEEP + 16)       /* length of a copied row: rows a power of two apart would collide in the cache */
-#define ROWS (16 * TALL)        /* most rows that a thread copies at a time */
 #define PANELS (1024 / PANEL)  /* copied at a time */
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-/* Rows of a piece: every member gets the same number of pieces, of nearly the same size. */
-INLINE int64_t rows_of_a_piece(int64_t rows, int64_t members) {
-    int64_t pieces = blocks_of(blocks_of(rows, ROWS), members) * members;
-    return blocks_of(blocks_of(rows, TALL), pieces) * TALL;
-}
 
 /* Numbers in a vector. */
 int vector_numbers(void) { return W; }
@@ -51,41 +31,14 @@ int vectors_ready(void) {
 #endif
 }
 
-/* c [m, PANEL] (+)= a b; a has strides for rows and depths, b is a panel. */
-INLINE void multiply_tile(const float *a, const int64_t by_row, const int64_t by_depth, const float *b, int64_t depth,
-                          float *c, int64_t stride, int add, const int m) {
-    vf sums[TALL][WIDE];
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < WIDE; j++) sums[i][j] = all(0.0f);
-    for (int64_t k = 0; k < depth; k++) {
-        vf row[WIDE];
-        for (int j = 0; j < WIDE; j++) row[j] = load(b + k * PANEL + j * W);
-        for (int j = 0; j < PANEL; j += 16) __builtin_prefetch(b + (depth + k) * PANEL + j, 0, 2); /* prefetch the next panel */
-        for (int i = 0; i < m; i++) {
-            vf by = all(a[i * by_row + k * by_depth]);
-            for (int j = 0; j < WIDE; j++) sums[i][j] += by * row[j];
-        }
-    }
-    for (int i = 0; i < m; i++)
-        for (int j = 0; j < WIDE; j++) {
-            float *to = c + i * stride + j * W;
-            store(to, add ? load(to) + sums[i][j] : sums[i][j]);
-        }
-}
-
 static void multiply_rows(const float *a, int across, const float *b, int64_t depth, float *c, int64_t stride, int add,
                           int64_t m) {
 #define CASE(m_) \
     case m_: \
-        if (across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_); \
-        else multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_); \
+        if (across) multiply_tile(a, 1, TALL, b, depth, b + depth * PANEL, c, stride, add, m_); \
+        else multiply_tile(a, LINE, 1, b, depth, b + depth * PANEL, c, stride, add, m_); \
         break;
-    switch (m) {
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if TALL > 6
-        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-    }
+    switch (m) { CASES_OF_ROWS }
 #undef CASE
 }
 
@@ -93,10 +46,11 @@ static void multiply_rows(const float *a, int across, const float *b, int64_t de
 static void multiply_panels(const float *a, int across, const float *panels, int64_t depth, float *c, int64_t stride,
                             int64_t rows, int64_t columns, int add) {
     for (int64_t column = 0; column < columns; column += PANEL, panels += depth * PANEL)
-        for (int64_t row = 0; row < rows; row += TALL) {
+        for (int64_t row = 0, m; row < rows; row += m) {
             const float *from = a + row * (across ? DEEP : LINE);
             float *to = c + row * stride + column, part[TALL * PANEL];
-            int64_t m = least(rows - row, TALL), n = least(columns - column, PANEL);
+            int64_t n = least(columns - column, PANEL);
+            m = across ? least(rows - row, TALL) : rows_of_a_tile(rows - row);
             if (n == PANEL) {
                 multiply_rows(from, across, panels, depth, to, stride, add, m);
                 continue;
@@ -190,23 +144,18 @@ void vector_pack_right(const float *w, int64_t lines, int64_t depth, float *out,
 /* Return the scratch bytes of `vector_product_packed` for this number of threads; `vector_packed_part` needs those of one. */
 int64_t vector_packed_room(int64_t threads) { return threads * ROWS * LINE * (int64_t)sizeof(float); }
 
-/* A member's part of c [rows, columns] (+)= left [rows, depth] times packed weights. Members divide the rows,
- * or columns if rows are too few; then each member copies all rows. */
+/* A member's part of c [rows, columns] (+)= left [rows, depth] times packed weights. */
 void vector_packed_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
                         int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
-    int by_rows = rows >= 4 * TALL * members;
-    int64_t turn = by_rows ? member : 0, turns = by_rows ? members : 1;
-    int64_t step = by_rows ? rows_of_a_piece(rows, members) : ROWS;
-    int64_t panels = blocks_of(columns, PANEL), padded = panels * PANEL;
-    int64_t first = by_rows ? 0 : panels * member / members * PANEL;
-    int64_t end = by_rows ? columns : least(columns, panels * (member + 1) / members * PANEL);
+    Share s = share_of_product(rows, columns, member, members);
+    int64_t padded = blocks_of(columns, PANEL) * PANEL;
     float *copied = (float *)room;
-    for (int64_t i = turn * step; i < rows; i += turns * step)
+    for (int64_t i = s.first_row; i < rows; i += s.stride)
         for (int64_t d = 0; d < depth; d += DEEP) {
-            int64_t some = least(rows - i, step), deep = least(depth - d, DEEP);
+            int64_t some = least(rows - i, s.step), deep = least(depth - d, DEEP);
             copy_left(left + i * left_stride + d, left_stride, 0, some, deep, copied);
-            multiply_panels(copied, 0, (const float *)right + d * padded + first * deep, deep,
-                            c + i * c_stride + first, c_stride, some, end - first, add || d);
+            multiply_panels(copied, 0, (const float *)right + d * padded + s.first * deep, deep,
+                            c + i * c_stride + s.first, c_stride, some, s.end - s.first, add || d);
         }
 }
 

@@ -1,7 +1,8 @@
 """Forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
 
 Every run reads the module's parameters as they are when it begins, so sampling follows an in-place optimiser step. A
-GPU run reads them in place; a CPU run packs copies (`decoder_layers.py`).
+GPU run reads them in place; a CPU run packs copies (`decoder_layers.py`). Copies of bfloat16 weights are bfloat16, and
+under `autocast: bfloat16` those of float32 ones; activations and cache are then float32.
 
 n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size, Q
 query heads, K key/value heads.
@@ -36,6 +37,7 @@ from rl_core.inference.sampling import draw_tokens
 from rl_core.models.lora import unwrap_linear, unwrap_model
 from rl_core.models.routed_adapters import Adapter
 from rl_core.settings import SamplingSettings
+from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,9 +63,20 @@ class Decoder:
     Call `bind_weights` before a run and `reserve_cache` once its size is known.
     """
 
-    def __init__(self, model: PreTrainedModel, textless_ids: Collection[int] = ()) -> None:
-        """Bind the weights. `textless_ids`: tokens that are never drawn."""
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        textless_ids: Collection[int] = (),
+        autocast: AutocastPrecision = "none",
+    ) -> None:
+        """Bind the weights.
+
+        Args:
+            textless_ids: tokens that are never drawn.
+            autocast: precision in which the trainer multiplies by float32 weights; copies of weights follow it.
+        """
         self._base: Any = unwrap_model(model)
+        self._autocast = autocast
         attention = self._base.model.layers[0].self_attn
         self.head_dim: int = attention.head_dim
         self.query_heads: int = unwrap_linear(attention.q_proj).out_features // self.head_dim
@@ -85,15 +98,22 @@ class Decoder:
         """Bind the module's current parameters."""
         layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
+        self.device, self.dtype = self._embedding.device, self._embedding.dtype  # of activations
         self._compiled: DecodeKernels | None = None
         self._arena.reset()
-        if decoding.check_packed_weights(self._base).allowed:
-            if decoding.check_compiled_decoding(self._base).allowed:
+        if decoding.check_packed_weights(self._base, autocast=self._autocast).allowed:
+            in_bf16 = decoding.packs_in_bfloat16(self._base, self._autocast)
+            if in_bf16:
+                self.dtype = torch.float32
+            if decoding.check_compiled_decoding(self._base, autocast=self._autocast).allowed:
                 self._compiled = fused_decode.load_decode_kernels()
             self._layers: Sequence[DecoderLayer] = [
-                PackedDecoderLayer(layer, self._arena, self._compiled) for layer in layers
+                PackedDecoderLayer(layer, self._arena, self._compiled, in_bf16=in_bf16)
+                for layer in layers
             ]
-            self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._compiled)
+            self._head: OutputHead = PackedOutputHead(
+                self._base, self._arena, self._compiled, in_bf16=in_bf16
+            )
         else:
             self._layers = [DecoderLayer(layer) for layer in layers]
             self._head = OutputHead(self._base)
@@ -102,7 +122,6 @@ class Decoder:
         self._sampling_step: tuple[DecodeStep | None, SlotStates | None] = (None, None)
         self._products: list[PackedLinear] = []
         self._updates: list[list[AdapterSpan | None]] = []  # by adapter, then by product
-        self.device, self.dtype = self._embedding.device, self._embedding.dtype
         self._textless_ids = self._textless_ids.to(self.device)
 
     @property
@@ -110,7 +129,7 @@ class Decoder:
         """True if slots may have their own adapters (see `set_adapters`)."""
         return (
             isinstance(self._head, PackedOutputHead)
-            and decoding.check_fused_step(self._base).allowed
+            and decoding.check_fused_step(self._base, autocast=self._autocast).allowed
         )
 
     def set_adapters(self, adapters: Sequence[Adapter], adapter_of: np.ndarray) -> None:
@@ -203,7 +222,7 @@ class Decoder:
         )
         positions = torch.arange(max(self.slots, self.max_length), device=self.device)
         cos, sin = self._base.model.rotary_emb(
-            self._embedding[:1], position_ids=positions[None, : self.max_length]
+            self._embedding[:1].to(self.dtype), position_ids=positions[None, : self.max_length]
         )
         self._cos, self._sin = cos[0], sin[0]  # [max_length, D]
         half = self.head_dim // 2
@@ -220,10 +239,7 @@ class Decoder:
 
     def _build_fused_step(self, cache: torch.Tensor) -> FusedStep | None:
         """Build the step that runs as one compiled call; return None if the model does not allow it."""
-        if (
-            not isinstance(self._head, PackedOutputHead)
-            or not decoding.check_fused_step(self._base).allowed
-        ):
+        if not self.supports_adapters or not isinstance(self._head, PackedOutputHead):
             return None
         weights = [
             layer.collect_packed_weights()
@@ -231,7 +247,14 @@ class Decoder:
             if isinstance(layer, PackedDecoderLayer)
         ]
         head = self._head.read_packed_weight()
-        return FusedStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
+        return FusedStep(
+            weights,
+            head,
+            self._head.norm.eps,
+            self._embedding.contiguous(),
+            cache,
+            self._head.separate_norm_weight,
+        )
 
     @torch.inference_mode()
     def prefill_prompts(self, ids_MT: torch.Tensor, adapter: int = -1) -> torch.Tensor:
@@ -245,10 +268,17 @@ class Decoder:
 
     def _run_prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
         rows, width = ids_MT.shape
-        kv = self._embedding.new_empty(
-            len(self._layers), 2, rows, self.kv_heads, width, self.head_dim
+        kv = torch.empty(
+            len(self._layers),
+            2,
+            rows,
+            self.kv_heads,
+            width,
+            self.head_dim,
+            dtype=self.dtype,
+            device=self.device,
         )
-        x_NH = self._embedding[ids_MT.reshape(-1)]
+        x_NH = self._embedding[ids_MT.reshape(-1)].to(self.dtype)
         positions_N = self._positions[:width].repeat(rows)
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         for index, layer in enumerate(self._layers):
@@ -334,7 +364,7 @@ class Decoder:
             else appended.build_mask(self._positions, self.dtype, group)
         )
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
-        x_NH = functional.embedding(tokens_N, self._embedding)
+        x_NH = functional.embedding(tokens_N, self._embedding).to(self.dtype)
         for number, layer in enumerate(self._layers):
             qk_NhD, v_NKD = self._project_heads(layer, x_NH, cos_N1D, sin_N1D)
             self._keys[number].index_copy_(
@@ -465,7 +495,7 @@ class Decoder:
         step = DecodeStep(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
         if self._fused is not None:
             return self._fused(step, tokens_N.contiguous(), count)
-        x_NH = functional.embedding(tokens_N, self._embedding)
+        x_NH = functional.embedding(tokens_N, self._embedding).to(self.dtype)
         for number, layer in enumerate(self._layers):
             # after the last attention only the newest token of each slot matters
             if number + 1 == len(self._layers):

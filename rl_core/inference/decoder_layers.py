@@ -2,7 +2,9 @@
 
 `DecoderLayer` reads the module's parameters in place. `PackedDecoderLayer`, for the CPU, multiplies by copies that
 are packed before every run: queries, keys and values side by side, gate and up side by side, the norms' weights
-multiplied in. With a few dozen rows, a CPU's matrix product is bound by its path through the weights.
+multiplied in. With a few dozen rows, a CPU's matrix product is bound by its path through the weights, so copies in
+bfloat16 halve its time. Their products with norms' weights would have to be rounded: those multiply the activations,
+which are float32, as norms and biases are.
 
 N tokens, H hidden, F features of the MLP, V vocabulary, D head size, h all query, key and value heads.
 """
@@ -84,8 +86,9 @@ Weights = tuple[torch.Tensor, torch.Tensor | None]  # [out, in] and bias
 class RmsNorm:
     """x / rms(x) * weight over the last dimension."""
 
-    def __init__(self, module: Any) -> None:
-        self.weight = module.weight.detach()
+    def __init__(self, module: Any, dtype: torch.dtype | None = None) -> None:
+        """Read the weight; `dtype` converts it."""
+        self.weight = module.weight.detach().to(dtype or module.weight.dtype)
         self.eps: float = module.variance_epsilon
         self._eps = self.weight.new_full((), self.eps)
         self._on_cpu = self.weight.device.type == "cpu" and self.weight.dtype in (
@@ -105,21 +108,35 @@ class RmsNorm:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return x * torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
+    def normalize_compiled(
+        self, compiled: DecodeKernels | None, x_NH: torch.Tensor, *, has_weight: bool
+    ) -> torch.Tensor:
+        """Compute x / rms(x), by compiled code if there is any, times the weight if `has_weight`."""
+        normed_NH = (
+            self.normalize_without_weight(x_NH)
+            if compiled is None
+            else compiled.compute_rms_norm(x_NH, self.eps)
+        )
+        return normed_NH.mul_(self.weight) if has_weight else normed_NH
+
 
 class DecoderLayer:
     """One decoder layer's parameters, without their modules."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, norm_dtype: torch.dtype | None = None) -> None:
+        """Read the parameters; `norm_dtype` converts the norms' weights."""
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = [_read_weights(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
         self.out = _read_weights(attention, "o_proj")
         self.gate, self.up, self.down = (
             _read_weights(mlp, name) for name in ("gate_proj", "up_proj", "down_proj")
         )
-        self.q_norm = RmsNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.k_norm = RmsNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.input_norm = RmsNorm(layer.input_layernorm)
-        self.mlp_norm = RmsNorm(layer.post_attention_layernorm)
+        self.q_norm, self.k_norm = (
+            RmsNorm(getattr(attention, name), norm_dtype) if hasattr(attention, name) else None
+            for name in ("q_norm", "k_norm")
+        )
+        self.input_norm = RmsNorm(layer.input_layernorm, norm_dtype)
+        self.mlp_norm = RmsNorm(layer.post_attention_layernorm, norm_dtype)
         self.scale: float = attention.scaling
         self.act = mlp.act_fn
 
@@ -156,14 +173,23 @@ class PackedDecoderLayer(DecoderLayer):
     Norms and gates run compiled where kernels are available (`compiled`).
     """
 
-    def __init__(self, layer: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
-        super().__init__(layer)
-        self._compiled = compiled
+    def __init__(
+        self,
+        layer: Any,
+        arena: Arena,
+        compiled: DecodeKernels | None = None,
+        *,
+        in_bf16: bool = False,
+    ) -> None:
+        """Pack the parameters; `in_bf16` rounds the linear layers' weights to bfloat16."""
+        super().__init__(layer, torch.float32 if in_bf16 else None)
+        self._compiled, self._in_bf16 = compiled, in_bf16
         self._is_silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
-        self._heads = PackedLinear(arena, self.qkv, self.input_norm.weight)
-        self._out = PackedLinear(arena, [self.out])
-        self._gate_up = PackedLinear(arena, [self.gate, self.up], self.mlp_norm.weight)
-        self._down = PackedLinear(arena, [self.down])
+        scales = [None if in_bf16 else norm.weight for norm in (self.input_norm, self.mlp_norm)]
+        self._heads = PackedLinear(arena, self.qkv, scales[0], in_bf16=in_bf16)
+        self._out = PackedLinear(arena, [self.out], in_bf16=in_bf16)
+        self._gate_up = PackedLinear(arena, [self.gate, self.up], scales[1], in_bf16=in_bf16)
+        self._down = PackedLinear(arena, [self.down], in_bf16=in_bf16)
 
     @property
     def products(self) -> list[PackedLinear]:
@@ -186,6 +212,8 @@ class PackedDecoderLayer(DecoderLayer):
             self.input_norm.eps,
             self.mlp_norm.eps,
             self.scale,
+            self.input_norm.weight if self._in_bf16 else None,
+            self.mlp_norm.weight if self._in_bf16 else None,
         )
 
     def project_heads(self, x_NH: torch.Tensor) -> torch.Tensor:
@@ -205,18 +233,14 @@ class PackedDecoderLayer(DecoderLayer):
         return self._down.add_product_(x_NH, self.act(gate_NF).mul_(up_NF))
 
     def _normalize_input(self, norm: RmsNorm, x_NH: torch.Tensor) -> torch.Tensor:
-        return (
-            norm.normalize_without_weight(x_NH)
-            if self._compiled is None
-            else self._compiled.compute_rms_norm(x_NH, norm.eps)
-        )
+        return norm.normalize_compiled(self._compiled, x_NH, has_weight=self._in_bf16)
 
 
 class OutputHead:
     """The last norm and the output projection."""
 
-    def __init__(self, base: Any) -> None:
-        self.norm = RmsNorm(base.model.norm)
+    def __init__(self, base: Any, norm_dtype: torch.dtype | None = None) -> None:
+        self.norm = RmsNorm(base.model.norm, norm_dtype)
         self.head: Weights = _read_weights(base, "lm_head")
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
@@ -227,15 +251,29 @@ class OutputHead:
 class PackedOutputHead(OutputHead):
     """An `OutputHead` over a packed copy of the weight."""
 
-    def __init__(self, base: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
-        super().__init__(base)
-        self._compiled = compiled
-        self._packed = PackedLinear(arena, [self.head], self.norm.weight)
+    def __init__(
+        self,
+        base: Any,
+        arena: Arena,
+        compiled: DecodeKernels | None = None,
+        *,
+        in_bf16: bool = False,
+    ) -> None:
+        """Pack the weight; `in_bf16` rounds it to bfloat16."""
+        super().__init__(base, torch.float32 if in_bf16 else None)
+        self._compiled, self._in_bf16 = compiled, in_bf16
+        scale_H = None if in_bf16 else self.norm.weight
+        self._packed = PackedLinear(arena, [self.head], scale_H, in_bf16=in_bf16)
 
     @property
     def product(self) -> PackedLinear:
         """The product with the weight."""
         return self._packed
+
+    @property
+    def separate_norm_weight(self) -> torch.Tensor | None:
+        """The norm's weight; None if it is multiplied into the packed weight."""
+        return self.norm.weight if self._in_bf16 else None
 
     def read_packed_weight(self) -> tuple[PackedOperand, torch.Tensor | None]:
         """See `PackedDecoderLayer.collect_packed_weights`."""
@@ -243,24 +281,40 @@ class PackedOutputHead(OutputHead):
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, V]."""
-        if self._compiled is not None:
-            return self._packed(self._compiled.compute_rms_norm(x_NH, self.norm.eps))
-        return self._packed(self.norm.normalize_without_weight(x_NH))
+        return self._packed(
+            self.norm.normalize_compiled(self._compiled, x_NH, has_weight=self._in_bf16)
+        )
 
 
 class PackedLinear:
     """Linear layers of one input, side by side, copied for products with few rows."""
 
     def __init__(
-        self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None
+        self,
+        arena: Arena,
+        linears: Sequence[Weights],
+        scale_I: torch.Tensor | None = None,
+        *,
+        in_bf16: bool = False,
     ) -> None:
-        """Copy the parameters, into the arena if compiled kernels use them; `scale_I` multiplies the inputs."""
+        """Copy the parameters, into the arena if compiled kernels use them.
+
+        Args:
+            scale_I: multiplies the inputs; only without `in_bf16`.
+            in_bf16: round weights and biases to bfloat16; inputs and results are float32.
+        """
         weights = [weight for weight, _ in linears]
         self._size, self._scale_I = sum(len(weight) for weight in weights), scale_I
         self._ends = list(itertools.accumulate(len(weight) for weight in weights))
         self.adapter: AdapterSpan | None = None  # applies to all rows
         self._packed: PackedOperand | None = None
-        if (
+        if in_bf16:
+            assert scale_I is None
+            rounded = [weight.to(torch.bfloat16) for weight in weights]
+            self._packed = _pack_bf16_weight(
+                torch.cat(rounded) if len(rounded) > 1 else rounded[0].contiguous(), arena
+            )
+        elif (
             weights[0].dtype == torch.float32
             and (packed_gemm.load_int8_gemm() or packed_gemm.load_packed_vectors()) is not None
         ):
@@ -279,12 +333,13 @@ class PackedLinear:
                     torch.mul(weight.t(), scale_I[:, None], out=part)
         self._bias: torch.Tensor | None = None
         if any(bias is not None for _, bias in linears):
-            self._bias = torch.cat(
+            joined_O = torch.cat(
                 [
                     weight.new_zeros(len(weight)) if bias is None else bias
                     for weight, bias in linears
                 ]
             )
+            self._bias = joined_O.bfloat16().float() if in_bf16 else joined_O
 
     def read_packed_weight(self) -> tuple[PackedOperand, torch.Tensor | None]:
         """Return weight and bias; the weight must be packed for the compiled kernels."""
@@ -349,6 +404,13 @@ def _pack_weight(weight_OI: torch.Tensor, arena: Arena) -> PackedOperand:
         return packed_gemm.PackedMatrix(tiles, weight_OI, arena)
     assert vectors is not None
     return packed_gemm.PackedVectors(vectors, weight_OI, arena)
+
+
+def _pack_bf16_weight(weight_OI: torch.Tensor, arena: Arena) -> PackedOperand:
+    """Copy a contiguous bfloat16 weight into the layout of its products."""
+    products = packed_gemm.load_bf16_products()
+    assert products is not None
+    return packed_gemm.PackedVectors(products, weight_OI, arena)
 
 
 def _read_weights(module: Any, name: str) -> Weights:

@@ -43,6 +43,7 @@ from rl_core.models.lora import use_merged_weights
 from rl_core.models.routed_adapters import Adapter
 from rl_core.out_of_memory import MemoryFit, format_first_line, is_out_of_memory
 from rl_core.settings import SamplingSettings
+from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -343,6 +344,7 @@ def create_rollout_backend(
     pad_id: int,
     max_length: int,
     textless_ids: Collection[int] = (),
+    autocast: AutocastPrecision = "none",
 ) -> RolloutBackend:
     """Create the engine if the decoder supports the model (`rl_core.capabilities`), otherwise transformers' forward
     pass.
@@ -352,9 +354,18 @@ def create_rollout_backend(
         pad_id: any token, used to pad batches.
         max_length: longest prompt and completion together, in tokens.
         textless_ids: tokens that are never sampled (`token_ids.find_textless_ids`).
+        autocast: precision in which the trainer multiplies by float32 weights; copies of weights on a CPU follow it.
     """
-    backend = Engine if decoding.check_rollout_decoder(model).allowed else TransformersBackend
-    return backend(
+    if decoding.check_rollout_decoder(model).allowed:
+        return Engine(
+            model,
+            eos_ids=eos_ids,
+            pad_id=pad_id,
+            max_length=max_length,
+            textless_ids=textless_ids,
+            autocast=autocast,
+        )
+    return TransformersBackend(
         model, eos_ids=eos_ids, pad_id=pad_id, max_length=max_length, textless_ids=textless_ids
     )
 
@@ -370,13 +381,15 @@ class Engine:
         pad_id: int,
         max_length: int,
         textless_ids: Collection[int] = (),
+        autocast: AutocastPrecision = "none",
     ) -> None:
+        """Bind the model; see `create_rollout_backend` for the arguments."""
         keep_freed_memory()
         limit_openmp_spin()
         self.max_length = min(max_length, find_row_limit(model) or max_length)
         self._model = model
         self._pad_id = pad_id
-        self._decoder = Decoder(model, textless_ids)
+        self._decoder = Decoder(model, textless_ids, autocast)
         # its limit is the number of slots decoded together
         self._fit = MemoryFit("slots of the rollout engine", _MEMORY_ADVICE)
         self.set_end_tokens(eos_ids)

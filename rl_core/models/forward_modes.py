@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from rl_core.models.lora import unwrap_model
-
-AutocastPrecision = Literal["none", "bfloat16"]
+from rl_core.types import AutocastPrecision
 
 _UNUSED_HEADS = ("classifier", "summary")  # rates of heads that no trainer uses
 

@@ -218,20 +218,22 @@ def estimate_rollout_parts(
 ) -> dict[str, int]:
     """Estimate the parts of the rollout engine besides the weights: KV cache, packed copies, originals under adapters.
 
-    The KV cache is reserved for all slots at their longest. On a CPU in float32 weights up to a GiB are packed. With
-    adapters, the weights under them are kept while the adapters are merged. On a CPU `PERSISTENT_PARTS` stay between
-    rollouts.
+    The KV cache is reserved for all slots at their longest. On a CPU weights up to a GiB are packed; activations and
+    cache are then float32. With adapters, the weights under them are kept while the adapters are merged. On a CPU
+    `PERSISTENT_PARTS` stay between rollouts.
     """
-    cache = shape.kv_bytes_per_token // 4 * placement.item * sizes.slots * sizes.length
     products = shape.linear + shape.head
-    is_packed = placement.device == "cpu" and placement.item == 4 and 4 * products <= PACKED_LIMIT
+    is_packed = placement.device == "cpu" and placement.item * products <= PACKED_LIMIT
+    packed_weight = placement.packed_weight if placement.item == 4 else placement.item
+    item = 4 if is_packed else placement.item  # bytes of an activation
+    cache = shape.kv_bytes_per_token // 4 * item * sizes.slots * sizes.length
     prefilled = min(sizes.prompt_tokens or sizes.slots * sizes.length, _PREFILL_TOKENS)
     widest = max(2 * shape.inner, shape.query_width + 2 * shape.kv_width) + 3 * shape.hidden
     parts = {
         "KV cache": cache,
-        "packed weights": int(placement.packed_weight * products) if is_packed else 0,
+        "packed weights": int(packed_weight * products) if is_packed else 0,
         "merged weights": placement.item * shape.adapted,
-        "prefill": prefilled * (shape.kv_bytes_per_token // 4 + widest) * placement.item,
+        "prefill": prefilled * (shape.kv_bytes_per_token // 4 + widest) * item,
         "sampling": sizes.slots * shape.vocabulary * 4 * 2,
     }
     return {name: size for name, size in parts.items() if size}

@@ -208,6 +208,7 @@ class AsyncRolloutWorker(RolloutWorker):
                 pad_id=self.spec.pad_id,
                 max_length=self.spec.max_length,
                 textless_ids=self.spec.textless_ids,
+                autocast=self.spec.autocast,
             )
             self.backend.disable_cross_row_batching()
             self._thread = threading.Thread(target=self._run_loop, name="rollouts", daemon=True)

@@ -26,7 +26,7 @@ from rl_core.rollout_workers.weight_transfer import (
 from rl_core.rollouts.collect import GroupPlan, enable_native_tools, play_groups
 from rl_core.rollouts.episode_sequence import Renderer
 from rl_core.settings import SamplingSettings
-from rl_core.types import RolloutGroup
+from rl_core.types import AutocastPrecision, RolloutGroup
 
 
 def read_runtime_versions() -> dict[str, str]:
@@ -54,6 +54,7 @@ class WorkerSpec:
     threads: int  # of torch: as in the trainer, for the same summation order
     versions: Mapping[str, str]  # of the trainer's process, see `read_runtime_versions`
     textless_ids: Sequence[int] = ()  # tokens that are never sampled
+    autocast: AutocastPrecision = "none"  # of the trainer's forward pass
 
     def check_versions(self) -> None:
         """Raise SettingsError if this process has other versions than the trainer's."""
@@ -117,6 +118,7 @@ class RolloutWorker:
             pad_id=spec.pad_id,
             max_length=spec.max_length,
             textless_ids=spec.textless_ids,
+            autocast=spec.autocast,
         )
         if isinstance(self.backend, Engine):
             self.backend.disable_cross_row_batching()

@@ -55,7 +55,7 @@ from rl_core.settings import RolloutSettings, SamplingSettings
 from rl_core.settings.rollouts import select_rounding_bound
 from rl_core.storage.faults import inject_fault
 from rl_core.timing import span
-from rl_core.types import RolloutGroup
+from rl_core.types import AutocastPrecision, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,6 +168,7 @@ class WorkerConfig:
     pad_id: int
     is_exact: bool = True  # False = a forward pass in reduced precision (autocast)
     textless_ids: Sequence[int] = ()  # tokens that are never sampled
+    autocast: AutocastPrecision = "none"  # of the trainer's forward pass
 
     @property
     def bound(self) -> float:
@@ -459,6 +460,7 @@ class WorkerGroup:
             torch.get_num_threads(),
             read_runtime_versions(),
             config.textless_ids,
+            config.autocast,
         )
         try:
             return self.cluster.share_value(spec)

@@ -37,7 +37,6 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor
 from rl_core.errors import CheckpointError, CorruptError, DataError
 from rl_core.models import causal_lm
-from rl_core.models.forward_modes import AutocastPrecision
 from rl_core.rollouts.collect import collect_rollouts
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import PreferenceSettings, RewardModelSettings
@@ -53,6 +52,7 @@ from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified_
 from rl_core.trainers.preference import compute_reference_logprobs
 from rl_core.trainers.reward_model import compute_longer_answer_baseline
 from rl_core.training.checkpoints import collect_runtime_fingerprint
+from rl_core.types import AutocastPrecision
 from tasks.pipeline.stage import StageContext
 from tasks.pipeline.stage_result import FAILED_EPISODES, PAIR_FILES
 from tasks.stages.data_rows import list_split_files, load_split_tokens, read_json_rows

@@ -1,4 +1,6 @@
-"""The compiled code with its products by matrix tiles, also on processors that have none (`tile_stand_in.h`)."""
+"""The compiled code with its products by matrix tiles (`tile_stand_in.h`) or dot products of bfloat16 numbers, also on
+processors that have none.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from unittest import mock
 
 from rl_core.cpu import build, packed_gemm
 
-__all__ = ["tile_code"]
+__all__ = ["bf16_products", "dots_code", "tile_code"]
 
 _STAND_IN = Path(__file__).with_name("tile_stand_in.h")
 
@@ -28,3 +30,22 @@ def tile_code() -> ctypes.CDLL | None:
     with mock.patch.object(build, "_FLAGS", (*build._FLAGS, *features)):
         code: ctypes.CDLL | None = build.load_library.__wrapped__()
     return code
+
+
+@functools.cache
+def dots_code() -> ctypes.CDLL | None:
+    """Return the library with dot products of bfloat16 numbers; None if there is no compiler."""
+    code = build.load_library()
+    if code is None or code.dots_ready():
+        return code
+    with mock.patch.object(build, "_FLAGS", (*build._FLAGS, "-DDOTS_STAND_IN")):
+        stand_in: ctypes.CDLL | None = build.load_library.__wrapped__()
+    return stand_in
+
+
+def bf16_products(kernel: str) -> packed_gemm.PackedProducts | None:
+    """Return products with bfloat16 weights by a kernel; None if there is no compiler, or vectors are too short."""
+    code = {"widened": build.load_library, "dots": dots_code, "tiles": tile_code}[kernel]()
+    if code is None or not code.vectors_ready():
+        return None
+    return packed_gemm.PackedProducts(code, "bf16", kernel)

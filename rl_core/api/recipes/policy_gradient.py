@@ -121,7 +121,7 @@ def build_policy_gradient_recipe(
             settings,
             seed,
             rewards,
-            policy.backend() if server is None else server,
+            policy.backend(settings.autocast) if server is None else server,
             evaluator=evaluator,
             record=record,
             process_group=process_group,
@@ -230,6 +230,7 @@ def _attach_workers(
         list(policy.renderer.eos_ids),
         policy.renderer.pad_id,
         is_exact=not trainer.optimizer_step.computes_in_bfloat16,
+        autocast=trainer.settings.autocast,
         textless_ids=policy.textless_ids,
     )
     if settings.replay_schedule is not None:

@@ -38,7 +38,7 @@ def build_thoughts_recipe(
         environment,
         settings,
         seed,
-        policy.backend(),
+        policy.backend(settings.autocast),
         heldout=heldout,
         reference=reference,
         record=record,

@@ -313,19 +313,19 @@ REFUSED = [
     ("packed", create_gpt2, "needs the path 'rollout decoder'"),
     (
         "packed",
-        lambda: create_llama().bfloat16(),
-        "its weights are bfloat16; only float32 and float64 are copied",
+        lambda: create_llama().half(),
+        "its weights are float16; only float32, float64 and bfloat16 are copied",
     ),
     (
         "packed",
         lambda: create_llama().to("meta"),
         "its weights are on meta; copies only help on a CPU",
     ),
-    ("compiled", lambda: create_llama().bfloat16(), "needs the path 'packed weights'"),
+    ("compiled", lambda: create_llama().half(), "needs the path 'packed weights'"),
     (
         "compiled",
         lambda: create_llama().double(),
-        "its weights are float64; compiled code needs float32",
+        "its weights are float64; compiled code needs float32 or bfloat16",
     ),
     ("compiled", lambda: make_model("llama", head_dim=8), "heads of 8 dimensions"),
     ("fused", lambda: create_llama().double(), "needs the path 'compiled decoding'"),
@@ -388,6 +388,57 @@ def test_what_the_machine_lacks(monkeypatch):
     assert "no C compiler, or compilation failed" in check_compiled_decoding(model).reason
     monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
     assert check_compiled_decoding(model).reason == "POSTTRAIN_NATIVE=0 turns compiled code off"
+
+
+def test_bfloat16_weights_are_packed_where_there_are_products(monkeypatch):
+    model, floats = create_llama().bfloat16(), create_llama()
+    monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: object())
+    monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: object())
+    for kernel, words in [
+        ("widened", "in bfloat16, widened to float32"),
+        ("dots", "in bfloat16, by dot products (AVX-512 BF16)"),
+        ("tiles", "in bfloat16, by tiles (AMX)"),
+    ]:
+        products = SimpleNamespace(kernel=kernel)
+        monkeypatch.setattr(packed_gemm, "load_bf16_products", lambda products=products: products)
+        assert words in check_packed_weights(model).reason and check_fused_step(model).allowed
+        assert words in check_packed_weights(floats, autocast="bfloat16").reason
+        assert check_fused_step(floats, autocast="bfloat16").allowed
+        assert "bfloat16" not in check_packed_weights(floats).reason
+    monkeypatch.setattr(packed_gemm, "load_bf16_products", lambda: None)
+    assert (
+        check_packed_weights(model).reason
+        == "its weights are bfloat16; this processor has no vectors of 8 numbers (AVX2)"
+    )
+    # float32 weights stay float32
+    assert check_packed_weights(floats, autocast="bfloat16") == check_packed_weights(floats)
+    monkeypatch.setattr(fused_decode, "load_decode_kernels", lambda: None)
+    monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
+    assert (
+        check_packed_weights(model).reason
+        == "its weights are bfloat16; POSTTRAIN_NATIVE=0 turns compiled code off"
+    )
+
+
+def test_half_of_the_bytes_are_copied_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(
+        packed_gemm, "load_bf16_products", lambda: SimpleNamespace(kernel="widened")
+    )
+    model = create_llama()
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(decoding, "PACKED_BYTES", size)
+    assert check_packed_weights(model, autocast="bfloat16").allowed
+    assert not check_packed_weights(model).allowed
+    assert check_packed_weights(model.bfloat16()).allowed
+
+
+def test_linear_layers_of_two_kinds_are_not_copied():
+    model = create_llama().bfloat16()
+    model.lm_head.float()
+    assert (
+        check_packed_weights(model).reason
+        == "the weights of its linear layers are bfloat16 and float32"
+    )
 
 
 def test_large_models_are_not_copied(monkeypatch):

@@ -20,6 +20,9 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         monkeypatch.setattr(gemm, "load_gemm", lambda: training)
         monkeypatch.setattr(packed_gemm, "load_int8_gemm", lambda: tiles)
         monkeypatch.setattr(packed_gemm, "load_packed_vectors", lambda: vectors)
+        kernel = "tiles" if tiles else "widened"
+        bf16 = types.SimpleNamespace(kernel=kernel) if vectors else None
+        monkeypatch.setattr(packed_gemm, "load_bf16_products", lambda: bf16)
         return packed_gemm.describe_processor_code().detail
 
     return describe
@@ -28,11 +31,13 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def test_each_kind_of_processor_is_named(processor: Callable[..., str]) -> None:
     some = object()
     tiles = processor(tiles=some, vectors=some, training=some)
-    assert tiles.endswith("products in training by tiles (AMX), in rollouts by tiles (AMX)")
+    assert tiles.endswith(
+        "products in training by tiles (AMX), in rollouts by tiles (AMX), of bfloat16 weights by tiles (AMX)"
+    )
     vectors = processor(tiles=None, vectors=some, training=some)
     assert (
-        "vectors of 8 numbers; products in training by vectors, in rollouts by vectors; AMX"
-        in vectors
+        "vectors of 8 numbers; products in training by vectors, in rollouts by vectors, of bfloat16 weights widened to "
+        "float32; AMX" in vectors
     )
     assert "in training by torch's library, in rollouts by vectors" in processor(
         tiles=None, vectors=some, training=None

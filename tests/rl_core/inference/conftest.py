@@ -40,7 +40,7 @@ def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(
             decoding,
             "check_packed_weights",
-            lambda model: Decision("packed weights", False, "as on a GPU"),
+            lambda *_, **__: Decision("packed weights", False, "as on a GPU"),
         )
     if request.param == "recorded":
         monkeypatch.setattr(decoder, "create_step_graphs", lambda device: RerunGraphs())

@@ -120,7 +120,7 @@ def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
     monkeypatch.setattr(
         decoding,
         "check_packed_weights",
-        lambda model: Decision("packed weights", False, "as on a GPU"),
+        lambda *_, **__: Decision("packed weights", False, "as on a GPU"),
     )
     monkeypatch.setattr(
         decoder, "create_step_graphs", lambda device: StepGraphs(recorder, min_steps=4)
@@ -181,7 +181,7 @@ def test_padding_rows_write_only_to_the_padding_slot(monkeypatch):
     monkeypatch.setattr(
         decoding,
         "check_packed_weights",
-        lambda model: Decision("packed weights", False, "as on a GPU"),
+        lambda *_, **__: Decision("packed weights", False, "as on a GPU"),
     )
     monkeypatch.setattr(
         decoder, "create_step_graphs", lambda device: StepGraphs(Recorder(), min_steps=2)

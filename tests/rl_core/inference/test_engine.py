@@ -54,7 +54,7 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
         check_packed_weights(small).allowed
         and check_packed_weights(make_model("llama").double()).allowed
     )
-    assert not check_packed_weights(make_model("llama").bfloat16()).allowed
+    assert not check_packed_weights(make_model("llama").half()).allowed
     size = 4 * sum(parameter.numel() for parameter in small.parameters())
     monkeypatch.setattr(decoding, "PACKED_BYTES", size)
     assert check_packed_weights(small).allowed

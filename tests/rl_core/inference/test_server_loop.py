@@ -160,7 +160,7 @@ def engine(request, monkeypatch):
         monkeypatch.setattr(
             decoding,
             "check_packed_weights",
-            lambda model: Decision("packed weights", False, "as on a GPU"),
+            lambda *_, **__: Decision("packed weights", False, "as on a GPU"),
         )
     if request.param == "gpt2":
         return create_gpt2(), FallbackBatcher

@@ -41,7 +41,7 @@ def create_torch_decoder(model, monkeypatch):
     monkeypatch.setattr(
         decoding,
         "check_packed_weights",
-        lambda model: Decision("packed weights", False, "as on a GPU"),
+        lambda *_, **__: Decision("packed weights", False, "as on a GPU"),
     )
     decoder = Decoder(model)
     decoder.reserve_cache(SLOTS, CONTEXT)
