@@ -27,7 +27,6 @@ def configure_cuda() -> None:
         lines.append("float32 products are exact (POSTTRAIN_FLOAT32)")
     else:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        torch.backends.cudnn.conv.fp32_precision = "tf32"
         lines.append("float32 products run in TF32 (POSTTRAIN_FLOAT32=exact: in float32)")
     if os.environ.get("POSTTRAIN_ATTENTION") != "cudnn":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -65,7 +65,8 @@ class OffloadedAdamW(torch.optim.AdamW):
                 [torch.empty(self._piece_size, device=self._device) for _ in _MOMENTS]
                 for _ in range(2)
             ]
-        if self._uploads is not None:  # the last step's moments have to be in host memory
+        # the last step's moments have to be in host memory
+        if self._uploads is not None and self._downloads is not None:
             self._uploads.wait_stream(self._downloads)
         number = 0
         for group in self.param_groups:
