@@ -160,12 +160,12 @@ class ShardedModel:
                 indices.append(index)
         parts, outcomes = read_nested_scalars((parts, checks.stack_outcomes()))
         if (failure := checks.find_failure(outcomes)) is not None:
-            index, error = failure
-            if not isinstance(error, NonFiniteTensor):
-                raise error
-            problem = problem or f"{error} (process {rank}, micro-batch {index})"
+            failed, cause = failure
+            if not isinstance(cause, NonFiniteTensor):
+                raise cause
+            problem = problem or f"{cause} (process {rank}, micro-batch {failed})"
             parts = [
-                part if number != index else {"train/loss": math.nan}
+                part if number != failed else {"train/loss": math.nan}
                 for number, part in zip(indices, parts, strict=True)
             ]
         checks.clear_checks()
