@@ -6,6 +6,7 @@ Later batches are limited to the size that fitted. Each halving is logged and co
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import logging
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rl_core.errors import DataError, OutOfMemory
 from rl_core.timing import add_to_total
@@ -35,8 +37,19 @@ _memory_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def register_memory_holder(holder: Any) -> None:
-    """Have `holder.release_models()` called whenever memory runs out, for as long as `holder` lives."""
+    """Have `holder.release_models()` called whenever memory runs out, for as long as `holder` lives.
+
+    It returns True if it has freed memory of an accelerator: what failed is then tried again before it is halved.
+    """
     _memory_holders.add(holder)
+
+
+def release_held_memory() -> bool:
+    """Have all holders release their memory; return True if one had some on an accelerator, so that a retry may fit."""
+    has_released = [bool(holder.release_models()) for holder in list(_memory_holders)]
+    if any(has_released) and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return any(has_released)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -68,6 +81,29 @@ def record_out_of_memory(subject: str, limit: int, unit: str) -> None:
         holder.release_models()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def has_room_for_copies(device: torch.device, nested: Any) -> bool:
+    """Return whether a GPU has room for a copy of the tensors on it and as much again; True for other devices."""
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    tensors = [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor.is_cuda)
+    return free >= 2 * size
+
+
+def copy_to_host(nested: Any) -> Any:
+    """Return a deep copy of nested containers with every tensor in host memory."""
+    return tree_map(
+        lambda leaf: (
+            leaf.detach().to("cpu", copy=True)
+            if isinstance(leaf, torch.Tensor)
+            else copy.deepcopy(leaf)
+        ),
+        nested,
+    )
 
 
 class MemoryFit:
@@ -119,6 +155,9 @@ class MemoryFit:
                             raise
                         # Only the text: the error would keep its tensors alive.
                         problem = format_first_line(error)
+                    if release_held_memory():
+                        pending.append(batch)
+                        continue
                     halves = halve_batch(batch)
                     if halves is None:
                         num_tokens = count_padded_tokens(batch) if lengths is None else size
@@ -145,9 +184,8 @@ def _measure_size(batch: Any, lengths: Sequence[int] | None) -> int:
 def halve_batch(batch: Batch) -> tuple[Batch, Batch] | None:
     """Return a batch as its first and second half of rows; None if it has a single row.
 
-    A list has one entry per row. In a dataclass every tensor and list field must have one per row (first axis); None
-    and
-    scalars go to both halves. Raises: DataError for anything else.
+    A list has one entry per row. In a dataclass every tensor and list field must have one per row (first axis). None
+    and scalars go to both halves, fields marked `types.DERIVED_FIELD` to neither. Raises: DataError for anything else.
     """
     if isinstance(batch, list):
         middle = len(batch) // 2
@@ -156,7 +194,9 @@ def halve_batch(batch: Batch) -> tuple[Batch, Batch] | None:
         raise DataError(
             f"a micro-batch must be a dataclass with one row per entry, not {type(batch).__name__}"
         )
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    fields = dataclasses.fields(batch)
+    derived = {field.name: None for field in fields if field.metadata.get("is_derived")}
+    values = {f.name: getattr(batch, f.name) for f in fields if f.name not in derived}
     tensors = [value for value in values.values() if isinstance(value, torch.Tensor) and value.ndim]
     num_rows = len(tensors[0]) if tensors else 0
     if num_rows < 2:
@@ -168,7 +208,7 @@ def halve_batch(batch: Batch) -> tuple[Batch, Batch] | None:
             for name, value in values.items()
             if (isinstance(value, torch.Tensor) and value.ndim) or isinstance(value, list)
         }
-        return dataclasses.replace(batch, **selected)
+        return dataclasses.replace(batch, **selected, **derived)
 
     middle = num_rows // 2
     return select_rows(slice(0, middle)), select_rows(slice(middle, num_rows))

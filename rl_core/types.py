@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and many commands do not nee
 # Largest magnitude of a reward. Its square, summed over billions of tokens, is a finite float32; beyond it a step of
 # the policy, the critic or the whitening silently becomes 0 or infinite.
 REWARD_LIMIT = 1e12
+# Metadata of a dataclass field that follows from the others; parts of a batch compute it again.
+DERIVED_FIELD = {"is_derived": True}
 
 # Compute dtype of matrix products; weights keep their dtype.
 AutocastPrecision = Literal["none", "bfloat16"]
@@ -248,6 +250,18 @@ class RolloutGroup:
         return [rollout.reward for rollout in self.rollouts]
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceBounds:
+    """Where the sequences of packed rows begin in the flat batch, and the length of the longest."""
+
+    starts_N: torch.Tensor  # int32 [N + 1], ascending; the last one is the number of tokens
+    longest: int
+
+    def to(self, device: torch.device) -> SequenceBounds:
+        """Return the same bounds on another device."""
+        return SequenceBounds(self.starts_N.to(device, non_blocking=True), self.longest)
+
+
 @dataclass(slots=True)
 class TrainBatch:
     """Padded micro-batch. Rows are left-aligned: prompt, completion, padding on the right.
@@ -265,17 +279,75 @@ class TrainBatch:
     rows: list[int] = field(default_factory=list)  # [B] index of each row in its source; [] packed
     # float32 [B, S] above 0: log-probs and entropies are those of softmax(logits / temperature); None = 1
     temperatures_BS: torch.Tensor | None = None
+    # int64 [N], flat positions of the tokens that carry loss in a batch without a problem; set by `to` on the host,
+    # as finding them on an accelerator stops the host. None = unknown
+    loss_positions_N: torch.Tensor | None = field(default=None, metadata=DERIVED_FIELD)
+    # of packed rows on an accelerator, set by `to`
+    sequence_bounds: SequenceBounds | None = field(default=None, metadata=DERIVED_FIELD)
 
     @property
     def num_loss_tokens(self) -> int:
         """Number of tokens that carry loss."""
+        if self.loss_positions_N is not None:
+            return len(self.loss_positions_N)
         return int(self.loss_mask_BS.sum())
 
+    def find_problem(self) -> str | None:
+        """Return why the masked tokens have no log-probabilities; None = they have. Reads the tensors on the host."""
+        ids_BS, mask_BS, temperatures_BS = (
+            self.input_ids_BS,
+            self.loss_mask_BS,
+            self.temperatures_BS,
+        )
+        if ids_BS.ndim != 2 or mask_BS.shape != ids_BS.shape:
+            return f"input_ids {tuple(ids_BS.shape)} and loss_mask {tuple(mask_BS.shape)} must be equal [B, S]"
+        if bool(mask_BS[:, 0].any()):
+            return "loss_mask is True at position 0, which has no token before it"
+        if self.position_ids_BS is not None and bool((mask_BS & (self.position_ids_BS == 0)).any()):
+            return "loss_mask is True at the first token of a packed sequence, which has no token before it"
+        if temperatures_BS is None:
+            return None
+        if temperatures_BS.shape != ids_BS.shape:
+            return f"temperatures {tuple(temperatures_BS.shape)} must be {tuple(ids_BS.shape)}"
+        if bool((mask_BS & ~(temperatures_BS > 0)).any()):
+            return "temperatures must be above 0 for tokens that carry loss"
+        return None
+
+    def find_loss_positions(self) -> torch.Tensor:
+        """Return the flat positions [N] of the tokens that carry loss."""
+        if self.loss_positions_N is not None:
+            return self.loss_positions_N
+        return self.loss_mask_BS.reshape(-1).nonzero().squeeze(1)
+
+    def find_sequence_bounds(self) -> SequenceBounds | None:
+        """Return where the sequences of packed rows begin, on the host; None for rows of one sequence.
+
+        Padding behind the last sequence of a row is one more sequence.
+        """
+        positions_BS, real_BS = self.position_ids_BS, self.attention_mask_BS
+        if positions_BS is None:
+            return None
+        begins_BS = real_BS & (positions_BS == 0)
+        begins_BS[:, 1:] |= real_BS[:, :-1] & ~real_BS[:, 1:]
+        begins_BS[:, 0] = True
+        starts_N = begins_BS.reshape(-1).nonzero().squeeze(1)
+        edges = [*starts_N.tolist(), real_BS.numel()]
+        return SequenceBounds(
+            starts_N.new_tensor(edges).int(), max(stop - start for start, stop in pairwise(edges))
+        )
+
     def to(self, device: torch.device | str) -> TrainBatch:
-        """Return the same batch on another device."""
+        """Return the same batch on another device; from the host to an accelerator, check it and find its tokens."""
         tensors: dict[str, Any] = {}
         for name in self.__slots__:
             tensor = getattr(self, name)
-            if name != "rows" and tensor is not None:
+            if name not in ("rows", "sequence_bounds") and tensor is not None:
                 tensors[name] = tensor.to(device, non_blocking=True)
-        return TrainBatch(**tensors, rows=self.rows)
+        moved = TrainBatch(**tensors, rows=self.rows)
+        is_upload = self.loss_mask_BS.device.type == "cpu" != moved.loss_mask_BS.device.type
+        if is_upload and self.find_problem() is None:
+            positions_N = self.find_loss_positions()
+            moved.loss_positions_N = positions_N.to(moved.loss_mask_BS.device, non_blocking=True)
+        if is_upload and (bounds := self.find_sequence_bounds()) is not None:
+            moved.sequence_bounds = bounds.to(moved.loss_mask_BS.device)
+        return moved

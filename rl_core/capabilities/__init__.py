@@ -23,8 +23,10 @@ from rl_core.capabilities.decoding import (
 )
 from rl_core.capabilities.rotary_positions import check_rotary_positions
 from rl_core.capabilities.training import (
+    check_causal_attention,
     check_chunked_head,
     check_independent_rows,
+    check_packed_attention,
     check_prefix_sharing,
     check_router_logits,
     check_sequence_packing,
@@ -39,7 +41,9 @@ __all__ = [
     "check_compiled_decoding",
     "check_rollout_decoder",
     "check_fused_step",
+    "check_causal_attention",
     "check_independent_rows",
+    "check_packed_attention",
     "check_packed_weights",
     "check_prefix_sharing",
     "needs_single_packed_row",

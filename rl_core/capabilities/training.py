@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -254,6 +255,55 @@ def _measure_packing_leak(base: Any) -> tuple[float, float, float, float]:
     difference = float((packed - alone).abs().max()) / float(alone.abs().max())
     rounding, mixing = (float((row - alone).square().mean()) ** 0.5 for row in (packed, unpacked))
     return leak, effect, difference, rounding / mixing if mixing > 0 else math.inf
+
+
+def check_causal_attention(model: Any, device: str | None = None) -> Decision:
+    """Decide about causal attention without a mask and without reads of the GPU (`rl_core.models.device_attention`)."""
+    trunk = unwrap_adapters(model).base_model
+    return build_decision(
+        "causal attention",
+        _find_device_attention_obstacles(trunk, device),
+        "known family on a GPU: no mask is made, and the device is not asked whether rows are packed",
+        "transformers' masks, with one read of the device in each pass",
+    )
+
+
+def _find_device_attention_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    yield from find_family_obstacles(trunk, "Model")
+    yield from find_position_obstacles(trunk)
+    device_type = resolve_device_type(trunk.embed_tokens.weight, device)
+    if device_type != "cuda":
+        yield f"its weights are on {device_type}; this path is for GPUs"
+    if getattr(trunk.config, "_attn_implementation", None) != "sdpa":
+        yield f"attention is set to '{getattr(trunk.config, '_attn_implementation', None)}'; this path replaces 'sdpa'"
+
+
+def check_packed_attention(model: Any, device: str | None = None) -> Decision:
+    """Decide about attention within packed sequences by torch's kernel for them (`rl_core.models.device_attention`).
+
+    A trial when the first packed batch arrives decides whether the kernel runs here and separates the sequences.
+    """
+    trunk = unwrap_adapters(model).base_model
+    return build_decision(
+        "packed attention",
+        _find_packed_attention_obstacles(trunk, device),
+        "known family in half precision on a GPU: attention within each sequence of a row, without a mask",
+        "attention over whole rows with a mask of their sequences",
+    )
+
+
+def _find_packed_attention_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    yield from _find_device_attention_obstacles(trunk, device)
+    weight, config = trunk.embed_tokens.weight, trunk.config
+    is_half = weight.dtype in (torch.bfloat16, torch.float16)
+    if not is_half and not torch.is_autocast_enabled("cuda"):
+        yield f"its weights are {format_dtype(weight)} without autocast; the kernel needs half precision"
+    if find_spec("torch.nn.attention.varlen") is None:
+        yield f"torch {torch.__version__} has no such kernel"
+    if trunk.training and getattr(config, "attention_dropout", 0.0):
+        yield f"attention_dropout is {config.attention_dropout}; this path has none (dropout: false switches it off)"
+    if any(getattr(module, "gradient_checkpointing", False) for module in trunk.modules()):
+        yield "activation checkpointing recomputes attention where this path is no longer set"
 
 
 def check_router_logits(model: Any) -> Decision:

@@ -18,7 +18,8 @@ from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.environments.step_pool import Observation, PendingTurn, ReplacementContext
 from rl_core.errors import NonFiniteTensor
 from rl_core.inference.decoder import Decoder
-from rl_core.inference.decoder_layers import AppendedTokens
+from rl_core.inference.decoder_layers import HostAppendedTokens
+from rl_core.inference.recorded_steps import MAX_TOP, HostStep, build_drawing_rows
 from rl_core.inference.sampling import check_weights, compute_log_probabilities
 from rl_core.inference.serving_requests import RequestProgress, ServedRequest, TopTokens
 from rl_core.inference.slot_prompts import SlotPrompts
@@ -357,29 +358,16 @@ class ContinuousBatcher(SlotTable):
         return stopped
 
     def _sample_tokens(
-        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: HostAppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
         drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
+        requests = [self._find_request(slot) for slot in range(n)]
+        if self._decoder.graphs is not None and max(r.top for r in requests) <= MAX_TOP:
+            return self._sample_with_graphs(tokens, positions, drawn, requests, appended)
         slots_by_drawing: dict[int, list[int]] = {}  # keys: id() of the drawing settings
-        for slot, request in enumerate(self._iter_active_requests()):
+        for slot, request in enumerate(requests):
             slots_by_drawing.setdefault(id(request.drawing), []).append(slot)
-        if (
-            self._decoder.graphs is not None
-            and appended is None
-            and len(slots_by_drawing) == 1
-            and self._allows_multiple_steps[:n].all()
-        ):
-            both_2n = self._decoder.sample_with_graphs(
-                tokens, positions, drawn, self._find_request(0).drawing
-            )
-            return both_2n[0].astype(np.int64), both_2n[1]
-        logits_nV = self._decoder.step(
-            self._to_tensor(tokens),
-            self._to_tensor(positions),
-            n,
-            int(positions[:n].max()) + 1,
-            appended,
-        )
+        logits_nV = self._compute_logits(tokens, positions, n, appended)
         chosen, logprobs = np.zeros(n, dtype=np.int64), np.zeros(n)
         for slots in slots_by_drawing.values():
             sampling = self._find_request(slots[0]).drawing
@@ -390,6 +378,41 @@ class ContinuousBatcher(SlotTable):
             chosen[slots], logprobs[slots] = tokens_m.cpu().numpy(), logprobs_m.cpu().numpy()
             self._record_top_tokens(logits_mV, slots, sampling)
         return chosen, logprobs
+
+    def _sample_with_graphs(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        drawn: np.ndarray,
+        requests: Sequence[ServedRequest],
+        appended: HostAppendedTokens | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sample requests of any mixture of settings in one step with one read-back."""
+        drawings = [request.drawing for request in requests]
+        step = HostStep(
+            tokens,
+            positions,
+            drawn,
+            build_drawing_rows(drawings),
+            any(drawing.is_restricted for drawing in drawings),
+            appended,
+            num_top=max(0 if request.unread else request.top for request in requests),
+        )
+        result = self._decoder.sample_with_graphs(step)
+        if step.num_top:
+            ids_Kn, logprobs_Kn = np.split(result[2:], 2)
+            for row, request in enumerate(requests):
+                if request.top and not request.unread:
+                    self._add_top_row(request, ids_Kn[:, row].astype(np.int64), logprobs_Kn[:, row])
+        return result[0].astype(np.int64), result[1]
+
+    def _add_top_row(
+        self, request: ServedRequest, ids_K: np.ndarray, logprobs_K: np.ndarray
+    ) -> None:
+        """Record the most likely tokens of a step, the most likely first, for one request."""
+        top_logprobs = logprobs_K[: request.top].astype(np.float32)
+        rest = max(0.0, 1.0 - float(np.exp(top_logprobs.astype(np.float64)).sum()))
+        request.top_rows.append((ids_K[: request.top], top_logprobs, rest))
 
     def _record_top_tokens(
         self, logits_mV: torch.Tensor, slots: list[int], sampling: SamplingSettings
@@ -411,7 +434,4 @@ class ContinuousBatcher(SlotTable):
         for row, ids, logprobs in zip(
             rows_with_top, best.indices.cpu().numpy(), best.values.cpu().numpy(), strict=True
         ):
-            request = self._find_request(slots[row])
-            top_logprobs = logprobs[: request.top]
-            rest = max(0.0, 1.0 - float(np.exp(top_logprobs.astype(np.float64)).sum()))
-            request.top_rows.append((ids[: request.top], top_logprobs, rest))
+            self._add_top_row(self._find_request(slots[row]), ids, logprobs)

@@ -24,7 +24,7 @@ from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, allocate_huge_pages
 from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotAdapters, SlotStates
 from rl_core.cpu.low_rank import AdapterSpan
-from rl_core.inference.cuda_graphs import create_step_graphs, round_up_length, round_up_rows
+from rl_core.inference.cuda_graphs import create_step_graphs
 from rl_core.inference.decoder_layers import (
     AppendedTokens,
     DecoderLayer,
@@ -33,7 +33,13 @@ from rl_core.inference.decoder_layers import (
     PackedLinear,
     PackedOutputHead,
 )
-from rl_core.inference.sampling import draw_tokens
+from rl_core.inference.recorded_steps import MAX_RECORDED_APPENDED, DeviceStep, HostStep
+from rl_core.inference.sampling import (
+    apply_repetition_penalty,
+    compute_row_log_probabilities,
+    draw_row_tokens,
+    draw_tokens,
+)
 from rl_core.models.lora import unwrap_linear, unwrap_model
 from rl_core.models.routed_adapters import Adapter
 from rl_core.settings import SamplingSettings
@@ -88,6 +94,7 @@ class Decoder:
         self.prefills_by_length = False
         self._arena = Arena()  # of packed weights
         self._cache: torch.Tensor | None = None  # [layers, 2, slots, K, max_length, D]
+        self._seen_tokens: torch.Tensor | None = None  # see `reserve_seen_tokens`
         self._tables_cache: torch.Tensor | None = (
             None  # the cache that the tables of `_build_tables` refer to
         )
@@ -201,8 +208,16 @@ class Decoder:
             self.graphs.bind_memory(tuple(tensor.data_ptr() for tensor in read))
 
     def release_cache(self) -> None:
-        """Release the cache until the next `reserve_cache`."""
+        """Release the cache, and the recordings that read it, until the next `reserve_cache`."""
         self._drop_cache()
+        if self.graphs is not None:
+            self._seen_tokens = None
+            self.graphs.bind_memory(None)
+
+    @property
+    def holds_device_cache(self) -> bool:
+        """True if the cache takes memory of an accelerator."""
+        return self._cache is not None and self.device.type != "cpu"
 
     def _drop_cache(self) -> None:
         """Drop the cache and every view of it."""
@@ -394,37 +409,64 @@ class Decoder:
             x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
         return self._head(x_NH)
 
-    def sample_with_graphs(
-        self,
-        tokens_n: np.ndarray,
-        positions_n: np.ndarray,
-        uniforms_n: np.ndarray,
-        sampling: SamplingSettings,
-    ) -> np.ndarray:
-        """Run `step` and `draw_tokens` as a recorded step: one upload, one replay, one read-back.
+    def reserve_seen_tokens(self) -> torch.Tensor:
+        """Return the marks of the tokens of each slot, bool [slots, V] and a padding slot; call after `reserve_cache`.
 
-        Returns: float64 [2, n], tokens and log-probabilities.
+        They stay at one address between runs, so that recorded steps with a repetition penalty do.
+        """
+        shape = (self.slots + 1, self.vocab_size)
+        seen = self._seen_tokens
+        if seen is None or seen.shape != shape or seen.device != self.device:
+            self._seen_tokens = seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        return seen.zero_()
+
+    def sample_with_graphs(self, host_step: HostStep) -> np.ndarray:
+        """Run `step` and draw tokens as a recorded step: one upload, one replay, one read-back.
+
+        Returns: float64 [2 + 2 K, n]: tokens, log-probabilities, then the ids of the K most likely tokens and their
+            log-probabilities.
         """
         assert self.graphs is not None
-        count = len(tokens_n)
-        rows = min(round_up_rows(count), self.slots)
-        length = min(round_up_length(int(positions_n.max()) + 1), self.max_length)
-        inputs_4R = np.zeros((4, rows))  # token ids are exact in float64
-        inputs_4R[3] = self.slots  # the padding slot
-        inputs_4R[:, :count] = tokens_n, positions_n, uniforms_n, np.arange(count)
+        shape = host_step.round_shape(self.slots, self.max_length)
+        seen = host_step.seen
 
         @torch.inference_mode()
-        def compute(inputs_4R: torch.Tensor) -> torch.Tensor:
-            tokens_R, positions_R, slots_R = (inputs_4R[row].long() for row in (0, 1, 3))
-            logits_RV = self.step(tokens_R, positions_R, rows, length, slots_n=slots_R)
-            return torch.stack(
-                [part.double() for part in self.draw_tokens(logits_RV, inputs_4R[2], sampling)]
+        def compute(inputs: torch.Tensor) -> torch.Tensor:
+            step = DeviceStep.unpack(inputs, shape)
+            logits_RV = self.step(
+                step.tokens_N,
+                step.positions_N,
+                shape.rows,
+                shape.length,
+                step.appended,
+                slots_n=step.slots_R,
             )
+            if seen is not None:
+                # The newest tokens, sampled by the last step or appended by this one; a step that is computed twice,
+                # as to record it, marks the same ones. Assigning True would upload it, which a recording cannot.
+                slots_N = step.slots_R
+                if step.appended is not None:
+                    slots_N = torch.cat([slots_N, step.appended.slots_E])
+                marks_N = torch.ones_like(step.tokens_N, dtype=torch.bool)
+                seen.index_put_((slots_N, step.tokens_N), marks_N)
+                logits_RV = apply_repetition_penalty(
+                    logits_RV, seen[: shape.rows], step.penalties_R[:, None]
+                )
+            drawn = draw_row_tokens(logits_RV, step.uniforms_R, step.drawing, self._textless_ids)
+            parts = [part.double()[None] for part in drawn]
+            if shape.num_top:
+                log_p_RV = compute_row_log_probabilities(logits_RV, step.drawing)
+                best = log_p_RV.topk(min(shape.num_top, self.vocab_size), dim=-1)
+                parts += [best.indices.double().t(), best.values.double().t()]
+            return torch.cat(parts)
 
-        inputs = torch.from_numpy(inputs_4R).to(self.device, non_blocking=True)
-        drawing = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        both_2R = self.graphs.run_step((rows, length, *drawing), compute, inputs)
-        return both_2R[:, :count].cpu().numpy()
+        packed = host_step.pack(shape, padding_slot=self.slots)
+        inputs = torch.from_numpy(packed).to(self.device, non_blocking=True)
+        if shape.num_appended > MAX_RECORDED_APPENDED:
+            result = compute(inputs)
+        else:
+            result = self.graphs.run_step(shape, compute, inputs)
+        return result[:, : len(host_step.tokens_n)].cpu().numpy()
 
     @property
     def can_append_tokens(self) -> bool:

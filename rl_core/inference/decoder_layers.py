@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -26,6 +27,63 @@ from rl_core.cpu.fused_decode import DecodeKernels, PackedOperand, PackedWeights
 from rl_core.cpu.low_rank import AdapterSpan, add_low_rank
 from rl_core.models.lora import unwrap_linear
 from rl_core.models.routed_adapters import LowRank
+
+
+@dataclass(slots=True)
+class HostAppendedTokens:
+    """Observation tokens that some slots append in a step, on the host.
+
+    X extended slots; each row is padded to W = the longest. E real tokens.
+    """
+
+    slots_X: np.ndarray  # int64 [X]
+    tokens_XW: np.ndarray  # int64 [X, W]; padding repeats a row's last token
+    positions_XW: np.ndarray  # int64 [X, W]; padding repeats a row's last position
+    is_inside_XW: np.ndarray  # bool [X, W], False = padding
+
+    @classmethod
+    def from_slots(
+        cls, ids_by_slot: Mapping[int, Sequence[int]], lengths: np.ndarray
+    ) -> HostAppendedTokens:
+        """Build the rows of these slots; `lengths` [slots] counts the tokens that each has in the cache."""
+        slots = np.array(list(ids_by_slot), dtype=np.int64)
+        counts = np.array([len(ids) for ids in ids_by_slot.values()])
+        column = np.arange(int(counts.max()))
+        offsets_XW = np.minimum(column, counts[:, None] - 1)
+        flat = np.array([token for ids in ids_by_slot.values() for token in ids], dtype=np.int64)
+        starts = np.cumsum(counts) - counts
+        return cls(
+            slots_X=slots,
+            tokens_XW=flat[starts[:, None] + offsets_XW],
+            positions_XW=lengths[slots][:, None] + offsets_XW,
+            is_inside_XW=column < counts[:, None],
+        )
+
+    @property
+    def real_tokens(self) -> np.ndarray:
+        """The real tokens, slot after slot."""
+        return self.tokens_XW[self.is_inside_XW]
+
+    @property
+    def real_positions(self) -> np.ndarray:
+        """Their positions."""
+        return self.positions_XW[self.is_inside_XW]
+
+    def move_to_device(
+        self, first: int, to_tensor: Callable[[np.ndarray], torch.Tensor]
+    ) -> AppendedTokens:
+        """Return the indices of the tokens on the device; `first`: new tokens of the step that precede them."""
+        counts = self.is_inside_XW.sum(1)
+        starts = np.cumsum(counts) - counts
+        offsets_XW = self.positions_XW - self.positions_XW[:, :1]
+        return AppendedTokens(
+            slots_X=to_tensor(self.slots_X),
+            slots_E=to_tensor(np.repeat(self.slots_X, counts)),
+            rows_XW=to_tensor(first + starts[:, None] + offsets_XW),
+            positions_XW=to_tensor(self.positions_XW),
+            flat_indices_E=to_tensor(np.flatnonzero(self.is_inside_XW)),
+            length=int(self.positions_XW.max()) + 1,
+        )
 
 
 @dataclass(slots=True)

@@ -29,7 +29,8 @@ from rl_core.data.batches import pad_rows, plan_micro_batches
 from rl_core.environments.step_pool import wait_for_any_turn
 from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import Decoder
-from rl_core.inference.decoder_layers import AppendedTokens
+from rl_core.inference.decoder_layers import HostAppendedTokens
+from rl_core.inference.recorded_steps import HostStep, build_drawing_rows
 from rl_core.inference.sampling import (
     RolloutBackend,
     RolloutSequence,
@@ -41,7 +42,12 @@ from rl_core.inference.slot_table import MAX_COMPILED_STEPS, SlotTable
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models.lora import use_merged_weights
 from rl_core.models.routed_adapters import Adapter
-from rl_core.out_of_memory import MemoryFit, format_first_line, is_out_of_memory
+from rl_core.out_of_memory import (
+    MemoryFit,
+    format_first_line,
+    is_out_of_memory,
+    register_memory_holder,
+)
 from rl_core.settings import SamplingSettings
 from rl_core.types import AutocastPrecision
 
@@ -213,9 +219,8 @@ class EngineRun(SlotTable):
             and not sampling.stop
         )
         if sampling.repetition_penalty != 1:
-            self._seen = torch.zeros(
-                self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device
-            )
+            self._seen = decoder.reserve_seen_tokens()
+        self._drawing_51 = build_drawing_rows([sampling])
         self._step_s = READY_CHECK_S  # seconds per token in the last compiled call
         self._adapter_of = np.full(self._slots, -1, dtype=np.int64)
         if adapters:
@@ -307,20 +312,23 @@ class EngineRun(SlotTable):
         )
 
     def _sample_tokens(
-        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: HostAppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """See `SlotTable._sample_tokens`: one upload, one read-back."""
         drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
-        if self._decoder.graphs is not None and appended is None and self._seen is None:
-            both_2n = self._decoder.sample_with_graphs(tokens, positions, drawn, self._sampling)
+        if self._decoder.graphs is not None:
+            step = HostStep(
+                tokens,
+                positions,
+                drawn,
+                self._drawing_51,
+                self._sampling.is_restricted,
+                appended,
+                self._seen,
+            )
+            both_2n = self._decoder.sample_with_graphs(step)
             return both_2n[0].astype(np.int64), both_2n[1]
-        logits_nV = self._decoder.step(
-            self._to_tensor(tokens),
-            self._to_tensor(positions),
-            n,
-            int(positions[:n].max()) + 1,
-            appended,
-        )
+        logits_nV = self._compute_logits(tokens, positions, n, appended)
         if self._seen is not None:
             logits_nV = apply_repetition_penalty(
                 logits_nV, self._seen[:n], self._sampling.repetition_penalty
@@ -392,7 +400,30 @@ class Engine:
         self._decoder = Decoder(model, textless_ids, autocast)
         # its limit is the number of slots decoded together
         self._fit = MemoryFit("slots of the rollout engine", _MEMORY_ADVICE)
+        self._is_running = False
+        # True = memory ran out while the cache of the last run was held; each run then gives it back at its end.
+        self._gives_cache_back = False
         self.set_end_tokens(eos_ids)
+        register_memory_holder(self)
+
+    def release_models(self) -> bool:
+        """Release an accelerator's cache between runs, as memory has run out; return whether there was one."""
+        if self._is_running or not self._decoder.holds_device_cache:
+            return False
+        self._decoder.release_cache()
+        self._gives_cache_back = True
+        return True
+
+    @contextmanager
+    def _hold_cache(self) -> Iterator[None]:
+        """Hold the cache throughout the context."""
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+            if self._gives_cache_back:
+                self._decoder.release_cache()
 
     def set_end_tokens(self, eos_ids: Collection[int]) -> None:
         """Set the tokens that end an action."""
@@ -410,7 +441,7 @@ class Engine:
     def bind_decoder(self) -> Iterator[Decoder]:
         """Yield the decoder over the current weights, adapters merged, for a run driven by the caller."""
         check_weights(self._model)
-        with use_merged_weights(self._model):
+        with self._hold_cache(), use_merged_weights(self._model):
             self._decoder.bind_weights()
             yield self._decoder
 
@@ -449,7 +480,7 @@ class Engine:
             return
         check_weights(self._model)
         try:
-            with use_merged_weights(self._model):
+            with self._hold_cache(), use_merged_weights(self._model):
                 self._decoder.bind_weights()
                 run = EngineRun(
                     self._decoder,

@@ -8,16 +8,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from rl_core.environments.step_pool import ReplacementContext, TurnOutcome
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.settings import SamplingSettings
 
+_BLOCK_SIZE = 1024  # of the vocabulary, for draws on a GPU
 _PARTIAL_SORT_SIZE = 1024  # a CPU sorts this many top tokens before it sorts the whole vocabulary
 
 
@@ -109,16 +112,123 @@ def draw_tokens(
     if temperature == 0:
         logprobs_B, tokens_B = drawable_BV.max(dim=-1)
         return tokens_B, logprobs_B
-    cumulative_BV = drawable_BV.exp().cumsum(dim=-1, dtype=torch.float64)
-    # first token whose cumulative probability exceeds u * total, so never one of probability 0
-    totals_B = cumulative_BV[:, -1]
+    tokens_B1 = _invert_cumulative(drawable_BV, uniforms_B)
+    return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
+
+
+@dataclass(slots=True)
+class RowDrawing:
+    """How the token of each row is drawn, in tensors [B]: one computation for every mixture of settings."""
+
+    temperature_B: (
+        torch.Tensor
+    )  # float32; 0 = the most likely token, regardless of the other settings
+    top_k_B: torch.Tensor  # int64; 0 = all tokens
+    top_p_B: torch.Tensor  # float64
+    log_min_p_B: torch.Tensor  # float32; -inf = all tokens
+    is_restricted: bool  # False = no row has a top_k, top_p or min_p
+
+    @property
+    def greedy_rows(self) -> torch.Tensor:
+        """Rows that take the most likely token."""
+        return (self.temperature_B == 0)[:, None]
+
+    @property
+    def restricted_rows(self) -> torch.Tensor:
+        """Rows that draw from part of the vocabulary."""
+        has_limit_B = (self.top_k_B > 0) | (self.top_p_B < 1) | (self.log_min_p_B > -torch.inf)
+        return has_limit_B[:, None] & ~self.greedy_rows
+
+
+def draw_row_tokens(
+    logits_BV: torch.Tensor,
+    uniforms_B: torch.Tensor,
+    drawing: RowDrawing,
+    textless_ids: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw as `draw_tokens`, each row by its settings, without a read of the device.
+
+    Temperatures divide as tensors, as in the trainer.
+    """
+    excluded = textless_ids if textless_ids is not None and len(textless_ids) else None
+    if excluded is not None and drawing.is_restricted:
+        filled_BV = logits_BV.index_fill(1, excluded, -torch.inf)
+        logits_BV = torch.where(drawing.restricted_rows, filled_BV, logits_BV)
+    log_p_BV = compute_row_log_probabilities(logits_BV, drawing)
+    drawable_BV = log_p_BV
+    if excluded is not None:
+        drawable_BV = log_p_BV.index_fill(1, excluded, -torch.inf)
+    likeliest_B1 = drawable_BV.max(dim=-1, keepdim=True).indices
+    drawn_B1 = _invert_cumulative(drawable_BV, uniforms_B)
+    tokens_B1 = torch.where(drawing.greedy_rows, likeliest_B1, drawn_B1)
+    return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
+
+
+def compute_row_log_probabilities(logits_BV: torch.Tensor, drawing: RowDrawing) -> torch.Tensor:
+    """Compute as `compute_log_probabilities`, each row by its settings."""
+    scale_B1 = torch.where(drawing.greedy_rows, 1.0, drawing.temperature_B[:, None])
+    log_p_BV = torch.log_softmax(logits_BV.float() / scale_B1, dim=-1)
+    if not drawing.is_restricted:
+        return log_p_BV
+    filtered_BV = torch.log_softmax(_filter_rows(log_p_BV, drawing), dim=-1)
+    return torch.where(drawing.restricted_rows, filtered_BV, log_p_BV)
+
+
+def _filter_rows(log_p_BV: torch.Tensor, drawing: RowDrawing) -> torch.Tensor:
+    """Filter as `filter_log_probabilities`, each row by its settings, with one sort."""
+    least_B1 = log_p_BV.amax(-1, keepdim=True) + drawing.log_min_p_B[:, None]
+    log_p_BV = log_p_BV.masked_fill(log_p_BV < least_B1, -torch.inf)
+    sorted_BV = log_p_BV.sort(dim=-1, descending=True).values
+    vocab_size = log_p_BV.shape[-1]
+    top_k_B = torch.where(drawing.top_k_B > 0, drawing.top_k_B, vocab_size)
+    least_B1 = sorted_BV.gather(1, top_k_B.clamp(max=vocab_size)[:, None] - 1)
+    log_p_BV = log_p_BV.masked_fill(log_p_BV < least_B1, -torch.inf)
+    sorted_BV = sorted_BV.masked_fill(sorted_BV < least_B1, -torch.inf)
+    totals_B1 = log_p_BV.exp().sum(-1, keepdim=True, dtype=torch.float64)
+    top_p_B1 = drawing.top_p_B[:, None]
+    least_B1, _ = _find_least(sorted_BV, totals_B1, top_p_B1)
+    least_B1 = torch.where(top_p_B1 < 1, least_B1, -torch.inf)
+    return log_p_BV.masked_fill(log_p_BV < least_B1, -torch.inf)
+
+
+def _invert_cumulative(log_p_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """Return the first token [B, 1] whose cumulative probability exceeds u times the total."""
+    if log_p_BV.device.type == "cpu":
+        return _find_first_above(log_p_BV.exp().cumsum(dim=-1, dtype=torch.float64), uniforms_B)
+    return _invert_cumulative_by_blocks(log_p_BV, uniforms_B)
+
+
+def _invert_cumulative_by_blocks(log_p_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """Find the block of the vocabulary first, then the token in it.
+
+    A cumulative sum in float64 over the vocabulary would write twice the bytes of the logits. Sums of blocks are in
+    float64 too, so a token's interval differs by rounding only.
+    """
+    rows, vocab_size = log_p_BV.shape
+    padding = -vocab_size % _BLOCK_SIZE
+    p_BNK = functional.pad(log_p_BV.exp(), (0, padding)).view(rows, -1, _BLOCK_SIZE)
+    cumulative_BN = p_BNK.sum(-1, dtype=torch.float64).cumsum(-1)
+    block_B1 = _find_first_above(cumulative_BN, uniforms_B)
+    before_BN = functional.pad(cumulative_BN, (1, 0))[:, :-1]
+    level_B1 = uniforms_B[:, None] * cumulative_BN[:, -1:] - before_BN.gather(1, block_B1)
+    p_BK = p_BNK.gather(1, block_B1[:, :, None].expand(-1, 1, _BLOCK_SIZE)).squeeze(1)
+    cumulative_BK = p_BK.cumsum(-1, dtype=torch.float64)
+    totals_B1 = cumulative_BK[:, -1:]
+    level_B1 = torch.minimum(
+        level_B1.clamp(min=0.0), torch.nextafter(totals_B1, torch.zeros_like(totals_B1))
+    )
+    index_B1 = torch.searchsorted(cumulative_BK, level_B1, right=True)
+    return (block_B1 * _BLOCK_SIZE + index_B1).clamp_(max=vocab_size - 1)
+
+
+def _find_first_above(cumulative_BK: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """Return the first index [B, 1] whose cumulative probability exceeds u * total: never one of probability 0."""
+    totals_B = cumulative_BK[:, -1]
     levels_B1 = torch.minimum(
         uniforms_B * totals_B, torch.nextafter(totals_B, torch.zeros_like(totals_B))
     )[:, None]
-    tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(
-        max=logits_BV.shape[-1] - 1
-    )
-    return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
+    indices_B1 = torch.searchsorted(cumulative_BK, levels_B1, right=True)
+    return indices_B1.clamp_(max=cumulative_BK.shape[-1] - 1)
 
 
 def compute_log_probabilities(
@@ -137,10 +247,11 @@ def compute_log_probabilities(
 
 
 def apply_repetition_penalty(
-    logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float
+    logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float | torch.Tensor
 ) -> torch.Tensor:
     """Penalise the logits z of tokens seen in the sequence: z / penalty where z > 0, otherwise z * penalty.
 
+    Args: penalty: a number, or float [B, 1].
     Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1, extended to negative logits as in vLLM and
         transformers.
     """
@@ -174,23 +285,26 @@ def _find_top_p_threshold(log_p_BV: torch.Tensor, top_p: float) -> torch.Tensor:
     The probabilities of all more likely tokens add up to less than top_p.
     """
     totals_B1 = log_p_BV.exp().sum(-1, keepdim=True, dtype=torch.float64)
-
-    def find_least(
-        sorted_BK: torch.Tensor, totals_B1: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        masses_BK = sorted_BK.exp().cumsum(-1, dtype=torch.float64)
-        before_BK = torch.cat([torch.zeros_like(totals_B1), masses_BK[:, :-1]], dim=1)
-        count_B1 = (before_BK < top_p * totals_B1).sum(-1, keepdim=True)
-        return sorted_BK.gather(1, count_B1 - 1), masses_BK[:, -1:] >= top_p * totals_B1
-
     if log_p_BV.device.type != "cpu" or log_p_BV.shape[-1] <= _PARTIAL_SORT_SIZE:
-        return find_least(log_p_BV.sort(dim=-1, descending=True).values, totals_B1)[0]
-    least_B1, is_enough_B1 = find_least(log_p_BV.topk(_PARTIAL_SORT_SIZE, dim=-1).values, totals_B1)
+        return _find_least(log_p_BV.sort(dim=-1, descending=True).values, totals_B1, top_p)[0]
+    least_B1, is_enough_B1 = _find_least(
+        log_p_BV.topk(_PARTIAL_SORT_SIZE, dim=-1).values, totals_B1, top_p
+    )
     incomplete_rows = (~is_enough_B1.squeeze(1)).nonzero().squeeze(1)
     if len(incomplete_rows):
         sorted_RV = log_p_BV[incomplete_rows].sort(dim=-1, descending=True).values
-        least_B1[incomplete_rows] = find_least(sorted_RV, totals_B1[incomplete_rows])[0]
+        least_B1[incomplete_rows] = _find_least(sorted_RV, totals_B1[incomplete_rows], top_p)[0]
     return least_B1
+
+
+def _find_least(
+    sorted_BK: torch.Tensor, totals_B1: torch.Tensor, top_p: float | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log p of the last token needed for a mass of top_p, and whether these K tokens have that mass, [B, 1]."""
+    masses_BK = sorted_BK.exp().cumsum(-1, dtype=torch.float64)
+    before_BK = torch.cat([torch.zeros_like(totals_B1), masses_BK[:, :-1]], dim=1)
+    count_B1 = (before_BK < top_p * totals_B1).sum(-1, keepdim=True)
+    return sorted_BK.gather(1, count_B1 - 1), masses_BK[:, -1:] >= top_p * totals_B1
 
 
 def check_prompt(sequence: RolloutSequence, max_length: int) -> None:

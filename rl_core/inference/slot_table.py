@@ -15,7 +15,7 @@ from rl_core.cpu.fused_decode import SlotStates
 from rl_core.environments.step_pool import Observation, PendingTurn, ReplacementContext
 from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import Decoder
-from rl_core.inference.decoder_layers import AppendedTokens
+from rl_core.inference.decoder_layers import HostAppendedTokens
 from rl_core.inference.sampling import (
     RolloutSequence,
     check_logprob,
@@ -91,9 +91,30 @@ class SlotTable(ABC):
 
     @abstractmethod
     def _sample_tokens(
-        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: HostAppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Run the device's part of a step; return tokens int64 [n] and their log-probabilities [n]."""
+        """Run the device's part of a step; return tokens int64 [n] and their log-probabilities [n].
+
+        Args:
+            tokens, positions: int64 [n], newest tokens of the active slots.
+        """
+
+    def _compute_logits(
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: HostAppendedTokens | None
+    ) -> torch.Tensor:
+        """Return the logits [n, V] that follow the newest tokens; arguments as of `_sample_tokens`."""
+        on_device = None
+        if appended is not None:
+            on_device = appended.move_to_device(n, self._to_tensor)
+            tokens = np.concatenate([tokens, appended.real_tokens])
+            positions = np.concatenate([positions, appended.real_positions])
+        return self._decoder.step(
+            self._to_tensor(tokens),
+            self._to_tensor(positions),
+            n,
+            int(positions[:n].max()) + 1,
+            on_device,
+        )
 
     @abstractmethod
     def _find_stopped(self, n: int) -> np.ndarray | None:
@@ -254,13 +275,12 @@ class SlotTable(ABC):
 
     def _sample_one_token(self, n: int, to_append: dict[int, list[int]]) -> None:
         """Sample one token in each of the first n slots, after appending pending observations."""
-        appended, extra_tokens, extra_positions = self._build_appended_tokens(to_append, n)
+        appended = None
+        if to_append:
+            appended = HostAppendedTokens.from_slots(to_append, self._length)
         tokens, positions = self._pending[:n], self._length[:n].copy()
         for slot, ids in to_append.items():
             positions[slot] += len(ids)
-        if appended is not None:
-            tokens = np.concatenate([tokens, extra_tokens])
-            positions = np.concatenate([positions, extra_positions])
         rows, acted = self._rows[:n], self._acted[:n]
         # may raise; the run's state is still unchanged here
         chosen, logprobs = self._sample_tokens(tokens, positions, n, appended)
@@ -311,32 +331,6 @@ class SlotTable(ABC):
         if self._seen is not None:
             self._seen[slot, self._to_tensor(ids)] = True
         return True
-
-    def _build_appended_tokens(
-        self, to_append: dict[int, list[int]], n: int
-    ) -> tuple[AppendedTokens | None, np.ndarray, np.ndarray]:
-        """Build the indices of this step's observation tokens, and the tokens and positions themselves."""
-        if not to_append:
-            empty = np.zeros(0, dtype=np.int64)
-            return None, empty, empty
-        slots = np.array(list(to_append), dtype=np.int64)
-        counts = np.array([len(ids) for ids in to_append.values()])
-        width = int(counts.max())
-        starts = np.cumsum(counts) - counts
-        column = np.arange(width)
-        is_inside = column < counts[:, None]
-        offsets_XW = np.minimum(column, counts[:, None] - 1)  # padding repeats a row's last token
-        positions_XW = self._length[slots][:, None] + offsets_XW
-        appended = AppendedTokens(
-            slots_X=self._to_tensor(slots),
-            slots_E=self._to_tensor(np.repeat(slots, counts)),
-            rows_XW=self._to_tensor(n + starts[:, None] + offsets_XW),
-            positions_XW=self._to_tensor(positions_XW),
-            flat_indices_E=self._to_tensor(np.flatnonzero(is_inside)),
-            length=int(positions_XW.max()) + 1,
-        )
-        tokens = np.array([token for ids in to_append.values() for token in ids], dtype=np.int64)
-        return appended, tokens, positions_XW[is_inside]
 
     def _to_tensor(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
         """Copy values to the device; integers as int64, floats as float64."""

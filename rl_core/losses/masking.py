@@ -6,16 +6,19 @@ Suffixes: B rows, T tokens. A mask is True where a token counts.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from rl_core.errors import DataError, NonFiniteTensor
+from rl_core.losses.host_reads import defer_finite_check, find_deferred_checks
 
 
 def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> None:
     """Raise DataError unless every tensor has the mask's shape and is finite where the mask is True.
 
-    Values outside the mask may be anything, NaN included: losses replace them before use. None is skipped.
+    Values outside the mask may be anything, NaN included: losses replace them before use. None is skipped. Within
+    `host_reads.defer_checks`, values on an accelerator are checked later.
     """
     if loss_mask.dtype != torch.bool:
         raise DataError(
@@ -30,7 +33,7 @@ def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> Non
         if not tensor.is_floating_point():
             raise DataError(f"{name}: dtype {tensor.dtype}, expected a floating-point type")
     detached = {name: tensor.detach() for name, tensor in present.items()}
-    if len({tensor.dtype for tensor in detached.values()}) == 1:
+    if detached and find_deferred_checks(loss_mask) is None and _have_one_dtype(detached):
         # Stacked, all tensors take as many operations as one.
         stacked = torch.stack(list(detached.values()))
         if math.isfinite(float(fill_masked(stacked, loss_mask).sum(dtype=torch.float32))):
@@ -38,8 +41,17 @@ def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> Non
     check_finite(**{name: fill_masked(tensor, loss_mask) for name, tensor in detached.items()})
 
 
+def _have_one_dtype(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return len({tensor.dtype for tensor in tensors.values()}) == 1
+
+
 def check_finite(**tensors: torch.Tensor) -> None:
-    """Raise NonFiniteTensor (a DataError) naming the first tensor with NaN or infinity, and the position."""
+    """Raise NonFiniteTensor (a DataError) naming the first tensor with NaN or infinity, and the position.
+
+    Within `host_reads.defer_checks`, tensors on an accelerator are checked later, without the position.
+    """
+    if defer_finite_check({name: tensor.detach() for name, tensor in tensors.items()}):
+        return
     # One reduction over all tensors needs one device synchronisation. NaN and infinity survive a sum; the loop below
     # recognises a sum that merely overflowed.
     sums = [tensor.detach().sum(dtype=torch.float32) for tensor in tensors.values()]

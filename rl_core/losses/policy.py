@@ -14,6 +14,7 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.losses.aggregation import aggregate
+from rl_core.losses.host_reads import check_condition
 from rl_core.losses.kl import kl_k1, kl_k3
 from rl_core.losses.masking import (
     check_count,
@@ -432,7 +433,9 @@ def summed_gspo_loss(
 
 def _check_thresholds(mask_BT: torch.Tensor, low_BT: torch.Tensor, high_BT: torch.Tensor) -> None:
     check_inputs(mask_BT, clip_low_threshold=low_BT, clip_high_threshold=high_BT)
-    if bool((mask_BT & ((low_BT < 0) | (high_BT < low_BT))).any()):
-        raise DataError(
+    check_condition(
+        ~(mask_BT & ((low_BT < 0) | (high_BT < low_BT))).any(),
+        lambda: DataError(
             "thresholds of the ratio: 0 <= clip_low_threshold <= clip_high_threshold must hold"
-        )
+        ),
+    )

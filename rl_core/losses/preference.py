@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from rl_core.errors import DataError
+from rl_core.losses.host_reads import check_condition
 from rl_core.losses.masking import check_count, check_finite
 
 TieModel = Literal["rao_kupper", "davidson"]
@@ -124,8 +125,10 @@ def chosen_nll(
     Source: Pang et al. 2024, arXiv:2404.19733, eq. 2.
     """
     check_pairs(chosen_logprobs=chosen_logprobs_B, num_tokens=num_tokens_B)
-    if bool((num_tokens_B < 1).any()):
-        raise DataError("num_tokens: every completion needs at least one token")
+    check_condition(
+        (num_tokens_B >= 1).all(),
+        lambda: DataError("num_tokens: every completion needs at least one token"),
+    )
     loss = -(chosen_logprobs_B / num_tokens_B).sum() / check_count("num_pairs", num_pairs)
     return loss, {"chosen_nll": loss.detach()}
 

@@ -5,12 +5,14 @@ Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the optimizer 
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch.nn import functional
 
 from rl_core.errors import DataError
+from rl_core.losses.host_reads import check_condition
 from rl_core.losses.masking import check_count
 from rl_core.losses.preference import accuracy, check_pairs, preference_metrics
 
@@ -69,10 +71,10 @@ def orpo_loss(
     if not beta > 0:
         raise DataError(f"beta: {beta} must be above 0")
     for name, logprobs_B in (("chosen", chosen_logprobs_B), ("rejected", rejected_logprobs_B)):
-        if bool((logprobs_B > MAX_ROUNDING_ERROR).any()):
-            raise DataError(
-                f"{name}_logprobs: {float(logprobs_B.max())}; a log-probability is at most 0"
-            )
+        check_condition(
+            ~(logprobs_B > MAX_ROUNDING_ERROR).any(),
+            functools.partial(_build_sign_error, name, logprobs_B.detach()),
+        )
     count = check_count("num_pairs", num_pairs)
     log_odds_B = _compute_log_odds(chosen_logprobs_B) - _compute_log_odds(rejected_logprobs_B)
     nll = -chosen_logprobs_B.sum() / count
@@ -80,6 +82,11 @@ def orpo_loss(
     metrics = preference_metrics(beta * chosen_logprobs_B, beta * rejected_logprobs_B, count)
     metrics |= {"chosen_nll": nll.detach(), "log_odds": log_odds_B.detach().sum() / count}
     return loss, metrics | {"accuracy": accuracy(log_odds_B, count)}
+
+
+def _build_sign_error(name: str, logprobs_B: torch.Tensor) -> DataError:
+    largest = float(logprobs_B.max())
+    return DataError(f"{name}_logprobs: {largest}; a log-probability is at most 0")
 
 
 def _compute_log_odds(logprobs_B: torch.Tensor) -> torch.Tensor:

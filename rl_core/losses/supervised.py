@@ -11,6 +11,7 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.losses.aggregation import aggregate
+from rl_core.losses.host_reads import check_condition
 from rl_core.losses.masking import check_count, check_finite, check_inputs, masked_sum
 
 
@@ -108,11 +109,14 @@ def load_balancing_loss(
             raise DataError(
                 f"router_logits[{index}]: shape {shape}, expected [{num_tokens}, experts >= {top_k}]"
             )
-    if not router_logits or not bool(real_N.any()):
-        raise DataError(
-            "router_logits: load balancing needs at least one layer with experts and one real token"
-        )
-    logits_NE = torch.cat([logits_NE[real_N] for logits_NE in router_logits])
+    empty = DataError(
+        "router_logits: load balancing needs at least one layer with experts and one real token"
+    )
+    if not router_logits:
+        raise empty
+    check_condition(real_N.any(), lambda: empty)
+    positions_N = real_N.nonzero().squeeze(1)
+    logits_NE = torch.cat([logits_NE.index_select(0, positions_N) for logits_NE in router_logits])
     check_finite(router_logits=logits_NE.detach())
     dtype = torch.promote_types(logits_NE.dtype, torch.float32)
     p_NE = torch.softmax(logits_NE, dim=-1, dtype=dtype)

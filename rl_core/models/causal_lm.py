@@ -25,6 +25,7 @@ from rl_core.models.adapter_folder import (
     read_adapter_folder,
 )
 from rl_core.models.adapter_targets import describe_adapters
+from rl_core.models.cuda_defaults import configure_cuda
 from rl_core.models.named_models import find_hub_problem, resolve_local_model
 from rl_core.models.portable_files import adapt_config, adapt_tokenizer, write_model_card
 from rl_core.models.quiet_loading import quiet_transformers
@@ -54,9 +55,14 @@ def resolve_device(settings: ModelSettings) -> torch.device:
         raise SettingsError(
             "device: 'cuda' is set, but torch sees no GPU here; use 'auto' or 'cpu'"
         )
-    if settings.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(settings.device)
+    device = torch.device(settings.device if settings.device != "auto" else _find_device_type())
+    if device.type == "cuda":
+        configure_cuda()
+    return device
+
+
+def _find_device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_dtype(settings: ModelSettings) -> torch.dtype:

@@ -184,7 +184,7 @@ def compute_sequence_scores(
     Args:
         input_ids_BS: int64 [B, S], right-padded. Causal attention keeps padding out of every real token, so no mask
             is needed, and the padding token may equal the end-of-sequence token.
-        lengths_B: int64 [B], real tokens of each row, at least 1.
+        lengths_B: int64 [B], real tokens of each row, at least 1; on the CPU, as they are checked there.
     Returns: float32 [B].
     Raises: DataError if shapes differ or a row is empty.
     """
@@ -205,8 +205,9 @@ def _read_last_states(
         int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]
     ):
         raise DataError(f"lengths must be in 1..{input_ids_BS.shape[1]}, got {lengths_B.tolist()}")
-    positions_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
-    lengths_B1 = lengths_B.to(input_ids_BS.device)[:, None]
+    width = input_ids_BS.shape[1]
+    positions_S = torch.arange(width, device=input_ids_BS.device)
+    lengths_B1 = lengths_B.to(input_ids_BS.device, non_blocking=True)[:, None]
     batch = TrainBatch(
         input_ids_BS, positions_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool)
     )
@@ -280,7 +281,7 @@ def compute_last_states(
 def _pad_rows(
     model: PreTrainedModel, rows: Sequence[Sequence[int]], pad_id: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad token rows to a tensor [B, S] on the model's device; return it with the lengths [B]."""
+    """Pad token rows to a tensor [B, S] on the model's device; return it with the lengths [B] on the CPU."""
     pad = pad_id if pad_id is not None else model.config.pad_token_id
     if pad is None or pad < 0:
         raise DataError(
@@ -290,8 +291,7 @@ def _pad_rows(
     device = next(model.parameters()).device
     width = max(len(row) for row in rows)
     ids_BS = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], device=device)
-    lengths_B = torch.tensor([len(row) for row in rows], device=device)
-    return ids_BS, lengths_B
+    return ids_BS, torch.tensor([len(row) for row in rows])
 
 
 def read_hidden_size(model: PreTrainedModel) -> int:
@@ -337,7 +337,7 @@ class SeparateCritic(nn.Module):
         Raises: DataError if position 0 carries loss.
         """
         mask_BS = batch.loss_mask_BS
-        if bool(mask_BS[:, 0].any()):
+        if batch.loss_positions_N is None and bool(mask_BS[:, 0].any()):
             raise DataError("loss_mask is True at position 0, which has no token before it")
         states = compute_prefix_states(self.trunk, batch)
         after_N = self.head(states.states_NH)

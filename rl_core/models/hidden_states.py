@@ -21,6 +21,7 @@ from rl_core.cpu.packed_forward import (
 )
 from rl_core.data.batches import build_unscored_batch, pad_rows, plan_micro_batches
 from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.device_attention import use_device_attention
 from rl_core.models.lora import unwrap_model
 from rl_core.models.rotary import check_row_lengths
 from rl_core.out_of_memory import MemoryFit
@@ -57,7 +58,8 @@ def compute_prefix_states(
     if groups is not None:
         groups.tokens = [rows * batch.input_ids_BS.shape[1] for rows in groups.rows]
     inputs = build_model_inputs(model, batch)
-    hidden: torch.Tensor = trunk(**inputs, use_cache=False).last_hidden_state
+    with use_device_attention(trunk, batch) as options:
+        hidden: torch.Tensor = trunk(**inputs, **options, use_cache=False).last_hidden_state
     return PrefixStates.from_padded(hidden.reshape(*batch.input_ids_BS.shape, -1))
 
 

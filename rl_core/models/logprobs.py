@@ -101,9 +101,9 @@ def compute_token_outputs(
         chunk_tokens: positions whose logits exist at the same time; None = by vocabulary and device.
     Raises: DataError if shapes differ, position 0 carries loss, or a temperature is not above 0.
     """
-    _check_loss_mask(batch)
+    _check_batch(batch)
     ids_BS = batch.input_ids_BS
-    positions_N = batch.loss_mask_BS.reshape(-1).nonzero().squeeze(1)
+    positions_N = batch.find_loss_positions()
     targets_N = ids_BS.reshape(-1)[positions_N]
     temperatures_N = _select_temperatures(batch, positions_N)
     base = unwrap_model(model)
@@ -249,19 +249,12 @@ def check_router(model: PreTrainedModel, coef: float) -> None:
         )
 
 
-def _check_loss_mask(batch: TrainBatch) -> None:
-    """Raise DataError if shapes differ, or a token without a predecessor carries loss."""
-    ids_BS, mask_BS = batch.input_ids_BS, batch.loss_mask_BS
-    if ids_BS.ndim != 2 or mask_BS.shape != ids_BS.shape:
-        raise DataError(
-            f"input_ids {tuple(ids_BS.shape)} and loss_mask {tuple(mask_BS.shape)} must be equal [B, S]"
-        )
-    if bool(mask_BS[:, 0].any()):
-        raise DataError("loss_mask is True at position 0, which has no token before it")
-    if batch.position_ids_BS is not None and bool((mask_BS & (batch.position_ids_BS == 0)).any()):
-        raise DataError(
-            "loss_mask is True at the first token of a packed sequence, which has no token before it"
-        )
+def _check_batch(batch: TrainBatch) -> None:
+    """Raise DataError if shapes differ, a token without a predecessor carries loss, or a temperature is not above 0."""
+    if batch.loss_positions_N is not None:  # checked before it was moved to its device
+        return
+    if (problem := batch.find_problem()) is not None:
+        raise DataError(problem)
 
 
 def _compute_logprobs_from_logits(
@@ -283,16 +276,7 @@ def _compute_logprobs_from_logits(
 def _select_temperatures(batch: TrainBatch, positions_N: torch.Tensor) -> torch.Tensor | None:
     """Return the temperatures [N] of the tokens that carry loss; None = 1."""
     temperatures_BS = batch.temperatures_BS
-    if temperatures_BS is None:
-        return None
-    if temperatures_BS.shape != batch.input_ids_BS.shape:
-        raise DataError(
-            f"temperatures {tuple(temperatures_BS.shape)} must be {tuple(batch.input_ids_BS.shape)}"
-        )
-    temperatures_N = temperatures_BS.reshape(-1)[positions_N]
-    if not bool((temperatures_N > 0).all()):
-        raise DataError("temperatures must be above 0 for tokens that carry loss")
-    return temperatures_N
+    return None if temperatures_BS is None else temperatures_BS.reshape(-1)[positions_N]
 
 
 def _mark_read_positions(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
@@ -304,7 +288,8 @@ def _mark_read_positions(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
     )
     if with_last:
         last_B = batch.attention_mask_BS.sum(1) - 1
-        needed_BS[torch.arange(len(last_B), device=last_B.device), last_B] = True
+        rows_B = torch.arange(len(last_B), device=last_B.device)
+        needed_BS.index_put_((rows_B, last_B), torch.ones_like(last_B, dtype=torch.bool))
     return needed_BS
 
 
@@ -315,8 +300,8 @@ def compute_vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> to
     Args, Raises: as `compute_token_outputs`.
     Returns: float [N, V] in nats, at least float32; rows in the order of `loss_mask_BS.reshape(-1).nonzero()`.
     """
-    _check_loss_mask(batch)
-    positions_N = batch.loss_mask_BS.reshape(-1).nonzero().squeeze(1)
+    _check_batch(batch)
+    positions_N = batch.find_loss_positions()
     temperatures_N = _select_temperatures(batch, positions_N)
     base = unwrap_model(model)
     if check_chunked_head(base).allowed:
@@ -342,8 +327,7 @@ def iter_next_token_logprobs(
     vocabulary and device yield chunks of the same positions.
     Returns: log p float32 [C, V] in nats, C <= chunk_tokens; without gradient.
     """
-    mask_BS = batch.loss_mask_BS
-    positions_N = mask_BS.reshape(-1).nonzero().squeeze(1) - 1
+    positions_N = batch.find_loss_positions() - 1
     base = unwrap_model(model)
     head = base.get_output_embeddings()
     is_plain_head = check_chunked_head(base).allowed

@@ -20,6 +20,7 @@ from rl_core.settings.common import Precision
 PERSISTENT_PARTS = ("KV cache", "packed weights")  # of rollouts, in memory during updates
 PACKED_LIMIT = 1 << 30  # `capabilities.decoding.PACKED_BYTES`: larger models are not packed
 _PREFILL_TOKENS = 8192  # of `rl_core.inference.engine`
+_OFFLOAD_BUFFER_BYTES = 1 << 30  # of `training.offloaded_adamw` on the device
 _SHARD_BYTES = 1 << 28  # `storage.checkpoint.SHARD_BYTES`: checkpoint files are built in memory
 
 
@@ -88,6 +89,8 @@ def estimate_training_state(
     muon = shape.muon if settings.optimizer == "muon" else 0
     quantized = shape.adapted if placement.frozen_linear is not None else 0
     adamw_bytes = 4 * 2 * (shape.trainable - muon)
+    if settings.optimizer_state == "host" and placement.device != "cpu":
+        adamw_bytes = min(adamw_bytes, _OFFLOAD_BUFFER_BYTES)
     muon_bytes = 4 * muon
     if placement.processes > 1:
         muon_bytes *= 2

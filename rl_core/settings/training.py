@@ -86,6 +86,11 @@ class OptimizerSettings(Settings):
     weight_decay: float = setting(0.01, ge=0, doc="decoupled, on matrices only (arXiv:1711.05101)")
     betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1, doc="AdamW moments")
     eps: float = setting(1e-8, gt=0, doc="AdamW epsilon")
+    optimizer_state: Literal["device", "host"] = setting(
+        "device",
+        doc="host: AdamW's moments stay in host memory and pass through the GPU in each step, with the same bits: "
+        "8 bytes a weight less there, for full training of large models",
+    )
     muon_momentum: float = setting(0.95, ge=0, lt=1, doc="Muon's momentum (Nesterov)")
     max_grad_norm: float = setting(1.0, gt=0, doc="clip by global norm")
     grokfast_lambda: float = setting(

@@ -22,6 +22,7 @@ from rl_core.data.row_sequences import LazyRows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.inference.sampling import compute_sequence_seed
+from rl_core.losses.host_reads import read_nested_scalars
 from rl_core.losses.labelled import kto_loss, kto_reference_point
 from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss, tied_dpo_loss, tied_ipo_loss
 from rl_core.losses.reference_free import orpo_loss, simpo_loss
@@ -138,15 +139,17 @@ def compute_reference_logprobs(
     sums = [0.0] * len(rows)
     device = next(model.parameters()).device
 
-    def fill_sums(batch: TrainBatch) -> None:
-        logprobs_B = completion_logprobs(model, batch.to(device))[0].sum(1)
-        for index, value in zip(batch.rows, logprobs_B.tolist(), strict=True):
-            sums[index] = value
+    def compute_sums(batch: TrainBatch) -> tuple[list[int], torch.Tensor]:
+        return batch.rows, completion_logprobs(model, batch.to(device))[0].sum(1)
 
     with use_eval_mode(model), torch.no_grad(), enable_autocast(precision, device):
         shares_prefixes = check_prefix_sharing(model).allowed
         batches = build_lazy_batches(rows, max_tokens, pad_id, shares_prefixes=shares_prefixes)
-        MemoryFit("reference log-probabilities").compute_batches(batches, fill_sums)
+        results = MemoryFit("reference log-probabilities").compute_batches(batches, compute_sums)
+    indices = [index for batch_rows, _ in results for index in batch_rows]
+    values = torch.cat([logprobs_B for _, logprobs_B in results]).tolist() if results else []
+    for index, value in zip(indices, values, strict=True):
+        sums[index] = value
     return list(zip(sums[0::2], sums[1::2], strict=True))
 
 
@@ -306,16 +309,20 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         references = [NO_REFERENCE] * len(pairs)
         batches = self._build_batches(_attach_references(pairs, references.copy()))
 
-        def fill_references(batch: _ComparedPairBatch) -> None:
+        def compute_references(batch: _ComparedPairBatch) -> tuple[int, torch.Tensor, torch.Tensor]:
             chosen_B, rejected_B, _ = self._compute_pair_logprobs(model, batch)
-            references[int(batch.pair_indices_B)] = (float(chosen_B), float(rejected_B))
+            return int(batch.pair_indices_B), chosen_B, rejected_B
 
         with (
             use_training_mode(model, dropout=True),
             torch.no_grad(),
             enable_autocast(precision, self._device),
         ):
-            MemoryFit("reference log-probabilities").compute_batches(batches, fill_references)
+            results = MemoryFit("reference log-probabilities").compute_batches(
+                batches, compute_references
+            )
+        for index, chosen, rejected in read_nested_scalars(results):
+            references[index] = (chosen, rejected)
         return references
 
     def _compute_pair_logprobs(
@@ -399,14 +406,14 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     def _estimate_reference_point(self, examples: Sequence[_ReferencedPair]) -> float:
         """Estimate KTO's z from the mismatched completions of these examples, without gradient or dropout."""
 
-        def measure(batch: _ComparedPairBatch) -> float:
+        def measure(batch: _ComparedPairBatch) -> torch.Tensor:
             rows = self._build_train_batch(
                 batch.rejected_ids_BS, batch.rejected_mask_BS, batch.rejected_lengths_B
             )
             logprobs_B = completion_logprobs(self.model, rows)[0].sum(1)
-            return float((logprobs_B - batch.ref_rejected_B.to(self._device)).double().sum())
+            return (logprobs_B - self._upload(batch.ref_rejected_B)).double().sum()
 
-        sums = self.optimizer_step.sharded.measure_batches(
+        sums: Any = self.optimizer_step.sharded.measure_batches(
             self._build_local_batches(examples), measure, self.optimizer_step.enable_autocast()
         )
         return kto_reference_point(math.fsum(sums), num_rows=len(examples))
@@ -429,7 +436,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
             batch.chosen_ids_BS, batch.chosen_mask_BS, batch.chosen_lengths_B
         )
         logprobs_B = completion_logprobs(self.model, rows)[0].sum(1)
-        ref_B, desirable_B = batch.ref_chosen_B.to(self._device), batch.desirable_B.to(self._device)
+        ref_B, desirable_B = self._upload(batch.ref_chosen_B), self._upload(batch.desirable_B)
         num_undesirable = denominators.pairs - denominators.desirable
         loss, metrics = kto_loss(
             logprobs_B,
@@ -460,7 +467,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         settings, num_pairs = self.settings, denominators.pairs
         chosen_B, rejected_B, loss_mask_BS = self._compute_pair_logprobs(self.model, batch)
         logprobs = chosen_B, rejected_B
-        references = batch.ref_chosen_B.to(self._device), batch.ref_rejected_B.to(self._device)
+        references = self._upload(batch.ref_chosen_B), self._upload(batch.ref_rejected_B)
         tokens = loss_mask_BS.sum(1).chunk(2)
         if self._has_ties:
             loss, metrics = compute_tied_pair_loss(
@@ -468,7 +475,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 logprobs,
                 references,
                 tokens,
-                batch.ties_B.to(self._device),
+                self._upload(batch.ties_B),
                 num_pairs,
                 denominators.ordered,
             )

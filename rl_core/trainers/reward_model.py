@@ -263,11 +263,12 @@ class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
     def _compute_loss(
         self, batch: _ScoredPairBatch, counts: _PairCounts
     ) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        input_ids_BS = torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]).to(self._device)
-        lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]).to(self._device)
+        input_ids_BS = self._upload(torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]))
+        lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B])
         scores_B = heads.compute_sequence_scores(self.model, input_ids_BS, lengths_B)
         chosen_B, rejected_B = scores_B.chunk(2)
-        margin_B, ties_B = batch.margin_B.to(chosen_B), batch.ties_B.to(chosen_B.device)
+        margin_B = self._upload(batch.margin_B).to(chosen_B.dtype)
+        ties_B = self._upload(batch.ties_B)
         return self._compute_ranking_loss(chosen_B, rejected_B, margin_B, ties_B, counts)
 
 
@@ -382,12 +383,10 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
 
     def _build_loss_fn(self, examples: Sequence[ScoredRow]) -> LossFn[_ScoredRowBatch]:
         def compute_loss(batch: _ScoredRowBatch) -> tuple[torch.Tensor, Mapping[str, Any]]:
-            lengths_B = batch.lengths_B.to(self._device)
             scores_B = heads.compute_sequence_scores(
-                self.model, batch.ids_BS.to(self._device), lengths_B
+                self.model, self._upload(batch.ids_BS), batch.lengths_B
             )
-            return reward_regression_loss(
-                scores_B, batch.targets_B.to(scores_B), num_rows=len(examples)
-            )
+            targets_B = self._upload(batch.targets_B).to(scores_B.dtype)
+            return reward_regression_loss(scores_B, targets_B, num_rows=len(examples))
 
         return compute_loss

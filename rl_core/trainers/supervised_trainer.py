@@ -142,15 +142,19 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         """Compute loss and metrics over these examples, without dropout or gradient."""
         loss_fn = self._build_loss_fn(examples)
 
-        def measure(batch: Batch) -> dict[str, float]:
+        def measure(batch: Batch) -> dict[str, Any]:
             loss, metrics = loss_fn(batch)
-            return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
+            return {"loss": loss, **metrics}
 
         batches = self._build_local_batches(examples)
         autocast = self.optimizer_step.enable_autocast()
         return combine_metrics(
             self.optimizer_step.sharded.measure_batches(batches, measure, autocast)
         )
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor of a micro-batch to the model's device, without waiting for the device."""
+        return tensor.to(self._device, non_blocking=True)
 
     def _build_local_batches(
         self, examples: Sequence[Example]

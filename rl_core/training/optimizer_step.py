@@ -21,15 +21,20 @@ from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, to_local_rows
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
+from rl_core.losses.host_reads import DeferredChecks, defer_checks, read_scalars
 from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.cuda_defaults import uses_tf32
 from rl_core.models.forward_modes import enable_autocast, has_dropout, use_training_mode
 from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
 from rl_core.out_of_memory import (
+    copy_to_host,
     count_padded_tokens,
     format_first_line,
     halve_batch,
+    has_room_for_copies,
     is_out_of_memory,
     record_out_of_memory,
+    release_held_memory,
 )
 from rl_core.settings import OptimizerSettings
 from rl_core.storage.checkpoint import extract_moments, load_moments
@@ -57,13 +62,12 @@ logger = logging.getLogger(__name__)
 def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Combine metrics of micro-batches: names ending in _max or _min by max or min, all others by their sum.
 
-    Sums are correct because losses divide their metrics by the global denominator. Tensors are read only here, so that
-    an accelerator is synchronised once per step.
+    Sums are correct because losses divide their metrics by the global denominator. Tensors are read together.
     """
     columns: dict[str, list[float]] = {}
-    for part in parts:
+    for part in read_parts(parts, [])[0]:
         for name, value in part.items():
-            columns.setdefault(name, []).append(float(value))
+            columns.setdefault(name, []).append(value)
     combined = {}
     for name, values in columns.items():
         if name.endswith("_max"):
@@ -73,6 +77,16 @@ def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         else:
             combined[name] = math.fsum(values)
     return combined
+
+
+def read_parts(
+    parts: Sequence[Mapping[str, Any]], others: Sequence[Any]
+) -> tuple[list[dict[str, float]], list[float]]:
+    """Return metrics of micro-batches and other scalars as floats, with one read of the accelerator for all."""
+    flat = [value for part in parts for value in part.values()]
+    values = iter(read_scalars([*flat, *others]))
+    read = [{name: next(values) for name in part} for part in parts]
+    return read, list(values)
 
 
 def split_oversized_batches(micro_batches: list[Batch], max_tokens: int | None) -> list[Batch]:
@@ -149,10 +163,11 @@ class OptimizerStep:
 
     @property
     def computes_in_float32(self) -> bool:
-        """True if matrix products and weights are in float32, including those of a frozen base model."""
-        if self.computes_in_bfloat16:
+        """True if products and weights are in float32, including those of a frozen base model; False for TF32."""
+        weight = next(self.model.parameters())
+        if self.computes_in_bfloat16 or uses_tf32(weight.device):
             return False
-        return next(self.model.parameters()).dtype == torch.float32
+        return weight.dtype == torch.float32
 
     def enable_autocast(self) -> AbstractContextManager[None]:
         """Return the context in which the model computes: bfloat16 if the settings say so, float32 weights in any case.
@@ -201,22 +216,34 @@ class OptimizerStep:
     def _run_step(
         self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
     ) -> dict[str, float]:
-        with use_training_mode(self.model, dropout=self.settings.dropout):
+        with (
+            use_training_mode(self.model, dropout=self.settings.dropout),
+            defer_checks() as checks,
+        ):
             if self.sharded.shards is None:
-                parts, problem = self._accumulate_gradients(
-                    [unwrap_dummy(batch) for batch in micro_batches], loss_fn
+                device_parts, problem = self._accumulate_gradients(
+                    [unwrap_dummy(batch) for batch in micro_batches], loss_fn, checks
                 )
             else:
                 self._clear_gradients()
-                parts, problem = self.sharded.accumulate_gradients(
+                device_parts, problem = self.sharded.accumulate_gradients(
                     micro_batches,
                     loss_fn,
                     autocast=self.enable_autocast,
                     collect=self.master_weights.collect_gradients,
+                    checks=checks,
                 )
-        metrics = combine_metrics(parts)
         norm = self._compute_grad_norm()
-        metrics["train/grad_norm"] = float(norm)
+        # The only read of an accelerator in a step (Grokfast needs a second one).
+        parts, (norm_value, *outcomes) = read_parts(device_parts, [norm, *checks.stack_outcomes()])
+        if (failure := checks.find_failure(outcomes)) is not None:
+            part_number, error = failure
+            if not isinstance(error, NonFiniteTensor):
+                raise error
+            parts = [*parts[:part_number], {"train/loss": math.nan}]
+            problem = f"{error} (micro-batch {part_number})"
+        metrics = combine_metrics(parts)
+        metrics["train/grad_norm"] = norm_value
         metrics["train/learning_rate"] = self.learning_rate
         is_finite = (
             problem is None
@@ -252,7 +279,7 @@ class OptimizerStep:
         if norm_value > CLIP_MARGIN * max_norm:  # below, clipping would multiply by exactly 1
             clip_gradients(list(self.master_weights.masters.values()), max_norm, norm)
         try:
-            if isinstance(self.optimizer, torch.optim.AdamW):
+            if type(self.optimizer) is torch.optim.AdamW:
                 step_adamw(self.optimizer)
             else:
                 self.optimizer.step()
@@ -270,19 +297,22 @@ class OptimizerStep:
         self.moved_steps += norm_value > 0
 
     def _accumulate_gradients(
-        self, micro_batches: list[Batch], loss_fn: LossFn[Batch]
+        self, micro_batches: list[Batch], loss_fn: LossFn[Batch], checks: DeferredChecks
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Run backward for every micro-batch; if memory runs out, start again with the large ones halved.
 
         It starts again because a failed backward pass has already added part of its gradient.
+        Args: checks: of the losses' inputs on an accelerator, which are read after the last micro-batch.
         Returns: metrics of each micro-batch; the tensor that was not finite, if the loss refused its input.
         """
         while True:
             self._clear_gradients()
+            checks.clear_checks()
             micro_batches = split_oversized_batches(micro_batches, self.max_tokens)
             parts: list[dict[str, Any]] = []
             try:
                 for batch in micro_batches:
+                    checks.part = len(parts)
                     with self.enable_autocast():
                         loss, metrics = loss_fn(batch)
                     loss.backward()
@@ -296,6 +326,8 @@ class OptimizerStep:
                     raise
                 problem = format_first_line(error)
                 loss = metrics = None  # type: ignore[assignment]  # frees the graph before retrying
+            if release_held_memory():
+                continue
             failed = micro_batches[len(parts)]
             if halve_batch(failed) is None:
                 raise OutOfMemory(
@@ -353,10 +385,12 @@ class OptimizerStep:
         return not self.process_group.all_reduce_max(int(not is_local_finite))
 
     def copy_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return copies of the trainable weights and of `state_dict`, on their device."""
-        weights = collect_trainable_weights(self.model)
-        copies = {name: tensor.clone() for name, tensor in weights.items()}
-        return copies, {**copy.deepcopy(self.state_dict()), "moved_steps": self.moved_steps}
+        """Return copies of the trainable weights and of `state_dict`, on their device if it has room for them."""
+        weights, state = collect_trainable_weights(self.model), self.state_dict()
+        if has_room_for_copies(self.master_weights.first_weight.device, (weights, state)):
+            copies = {name: tensor.clone() for name, tensor in weights.items()}
+            return copies, {**copy.deepcopy(state), "moved_steps": self.moved_steps}
+        return copy_to_host(weights), {**copy_to_host(state), "moved_steps": self.moved_steps}
 
     def restore_state(self, state: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
         """Restore a `copy_state`; `num_steps` stays, since it counts the steps tried."""

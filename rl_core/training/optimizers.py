@@ -20,6 +20,7 @@ from rl_core.distributed.sharding import is_sharded_tensor
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.settings import OptimizerSettings
 from rl_core.storage.checkpoint import extract_moments, load_moments
+from rl_core.training.offloaded_adamw import OffloadedAdamW
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -122,13 +123,16 @@ def build_optimizer(
         groups = [{"params": [p for group in groups for p in group["params"]], "weight_decay": 0.0}]
     optimizers: dict[str, torch.optim.Optimizer] = {}
     if rest:
-        optimizers["adamw"] = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,  # one pass over memory instead of a dozen
-        )
+        used_groups = [group for group in groups if group["params"]]
+        options: dict[str, Any] = {
+            "lr": settings.learning_rate,
+            "betas": settings.betas,
+            "eps": settings.eps,
+        }
+        if settings.optimizer_state == "host":
+            optimizers["adamw"] = OffloadedAdamW(used_groups, **options)
+        else:  # fused: one pass over memory instead of a dozen
+            optimizers["adamw"] = torch.optim.AdamW(used_groups, fused=True, **options)
     if hidden:
         matrices = [parameter for name, parameter in masters.items() if name in hidden]
         is_sharded = any(is_sharded_tensor(matrix) for matrix in matrices)

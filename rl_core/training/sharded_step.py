@@ -16,7 +16,8 @@ from torch import nn
 
 from rl_core.capabilities import check_chunked_head
 from rl_core.distributed import DummyBatch, ProcessGroup, Shards, gather_state, scatter_state
-from rl_core.errors import OutOfMemory
+from rl_core.errors import NonFiniteTensor, OutOfMemory
+from rl_core.losses.host_reads import DeferredChecks, defer_checks, read_nested_scalars
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.heads import PolicyWithCritic
 from rl_core.out_of_memory import MemoryFit, count_padded_tokens, is_out_of_memory
@@ -64,19 +65,25 @@ class ShardedModel:
     ) -> list[Result]:
         """Return `fn` of each batch of all processes, by rank, in eval mode, without gradient, in `autocast`.
 
-        `fn` returns plain numbers, as they are sent between processes. In a single process a batch that does not fit
-        into memory is measured in halves, with one result each.
-        Raises: OutOfMemory.
+        `fn` returns numbers or scalar tensors, also nested; they are read from an accelerator after the last batch, and
+        arrive as plain numbers. In a single process a batch that does not fit into memory is measured in halves, with
+        one result each.
+        Raises: OutOfMemory; NonFiniteTensor.
         """
         results: list[Result] = []
-        with use_eval_mode(self.model), torch.no_grad(), autocast:
+        with use_eval_mode(self.model), torch.no_grad(), autocast, defer_checks() as checks:
             if self.shards is None:
                 real_batches = (unwrap_dummy(batch) for batch in batches)
-                return MemoryFit("evaluation").compute_batches(real_batches, fn)
-            for batch in batches:
-                result = self.run_with_full_weights(functools.partial(fn, unwrap_dummy(batch)))
-                if not isinstance(batch, DummyBatch):
-                    results.append(result)
+                results = MemoryFit("evaluation").compute_batches(real_batches, fn)
+            else:
+                for batch in batches:
+                    result = self.run_with_full_weights(functools.partial(fn, unwrap_dummy(batch)))
+                    if not isinstance(batch, DummyBatch):
+                        results.append(result)
+            checks.raise_failure()
+        results = read_nested_scalars(results)
+        if self.shards is None:
+            return results
         gathered = self.process_group.all_gather(results)
         return [result for rank_results in gathered for result in rank_results]
 
@@ -107,6 +114,7 @@ class ShardedModel:
         *,
         autocast: Callable[[], AbstractContextManager[None]],
         collect: Callable[[], None],
+        checks: DeferredChecks,
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Run backward for every micro-batch of every process, also in a process that cannot compute a loss.
 
@@ -115,6 +123,7 @@ class ShardedModel:
 
         Args:
             collect: called after each backward pass.
+            checks: of the losses' inputs on an accelerator; read here, as every process needs the outcome of all.
         Returns: metrics of all micro-batches that are not dummies, by process; the tensor that was not finite, if a
             loss refused its input.
         Raises: OutOfMemory.
@@ -122,8 +131,10 @@ class ShardedModel:
         assert self.shards is not None
         rank = self.process_group.rank
         parts: list[dict[str, Any]] = []
+        indices: list[int] = []  # micro-batch of each part
         problem: str | None = None
         for index, batch in enumerate(micro_batches):
+            checks.part = index
             is_dummy = isinstance(batch, DummyBatch)
             try:
                 with autocast():
@@ -143,8 +154,21 @@ class ShardedModel:
             if refusal is not None and problem is None:
                 problem = f"{refusal} (process {rank}, micro-batch {index})"
             if not is_dummy:
-                part = {**metrics, "train/loss": loss.detach() if refusal is None else math.nan}
-                parts.append({name: float(value) for name, value in part.items()})
+                parts.append(
+                    {**metrics, "train/loss": loss.detach() if refusal is None else math.nan}
+                )
+                indices.append(index)
+        parts, outcomes = read_nested_scalars((parts, checks.stack_outcomes()))
+        if (failure := checks.find_failure(outcomes)) is not None:
+            failed, cause = failure
+            if not isinstance(cause, NonFiniteTensor):
+                raise cause
+            problem = problem or f"{cause} (process {rank}, micro-batch {failed})"
+            parts = [
+                part if number != failed else {"train/loss": math.nan}
+                for number, part in zip(indices, parts, strict=True)
+            ]
+        checks.clear_checks()
         gathered = self.process_group.all_gather((parts, problem))
         all_parts = [part for rank_parts, _ in gathered for part in rank_parts]
         problems = [rank_problem for _, rank_problem in gathered if rank_problem is not None]

@@ -23,6 +23,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.inference.teacher import LocalTeacher, ServedTeacher, Teacher
 from rl_core.losses.advantages import distillation_advantages
+from rl_core.losses.host_reads import read_scalars
 from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
@@ -200,8 +201,11 @@ class RolloutBuffer:
             if self.is_left_out[index]:
                 continue
             mask_RS[index, start : start + len(mask)] = torch.tensor(mask, dtype=torch.bool)
-        self.mask_RS = mask_RS.to(self.device)  # True = counts in the loss
+        # True = counts in the loss; on the policy's device, and on the host, where tokens are counted
+        self.mask_RS, self.host_mask_RS = mask_RS.to(self.device), mask_RS
         self.advantages_RS = torch.zeros(self.shape, device=self.device)
+        # the same on the host, where they were made there; None = they were not
+        self._host_advantages_RS: torch.Tensor | None = None
         self.returns_RS: torch.Tensor | None = None
         self.old_logprobs_RS: torch.Tensor | None = None  # None = the update's own, detached
         self.sampler_logprobs_RS: torch.Tensor | None = None  # None = only micro-batches need it
@@ -218,7 +222,7 @@ class RolloutBuffer:
         process_group = self.actor_critic.optimizer_step.process_group
         if process_group.size > 1:
             # A share without a loss token would leave a process without a micro-batch.
-            has_loss = self.mask_RS.any(1).tolist()
+            has_loss = self.host_mask_RS.any(1).tolist()
             indices = [index for index in indices if has_loss[index]]
         if not indices:
             return []
@@ -235,7 +239,7 @@ class RolloutBuffer:
         )
         for batch in batches:
             batch.rows = [indices[index] for index in batch.rows]
-            batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
+            batch.loss_mask_BS &= self.host_mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]]
         return [batch for batch in batches if batch.num_loss_tokens]
 
     def _can_share_prefixes(self) -> bool:
@@ -258,7 +262,19 @@ class RolloutBuffer:
     def select_batch_rows(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
         """Select the rows of a micro-batch [B, S] from a tensor over all rows, 0 where the mask is False."""
         assert values_RS is not None, "not computed"
-        return fill_masked(values_RS[batch.rows, : batch.loss_mask_BS.shape[1]], batch.loss_mask_BS)
+        width = batch.loss_mask_BS.shape[1]
+        return fill_masked(values_RS[self.index_rows(batch), :width], batch.loss_mask_BS)
+
+    def index_rows(self, batch: TrainBatch) -> torch.Tensor:
+        """Return the indices [B] of a micro-batch's rows on the device, without waiting for it (a list would)."""
+        return torch.tensor(batch.rows).to(self.device, non_blocking=True)
+
+    def find_rows_with_advantage(self) -> set[int]:
+        """Return the rows that have an advantage other than 0."""
+        advantages_RS = self._host_advantages_RS
+        if advantages_RS is None:
+            advantages_RS = self.advantages_RS
+        return set(torch.nonzero(advantages_RS.any(1).cpu()).flatten().tolist())
 
     def use_pass_mode(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context for passes that an update is compared with: eval mode, or training mode with dropout."""
@@ -284,7 +300,7 @@ class RolloutBuffer:
         for batch in self._iter_local_batches(plan):
             assert batch.sampler_logprobs_BS is not None
             width = batch.sampler_logprobs_BS.shape[1]
-            logprobs_RS[batch.rows, :width] = batch.sampler_logprobs_BS
+            logprobs_RS[self.index_rows(batch), :width] = batch.sampler_logprobs_BS
         process_group = self.actor_critic.optimizer_step.process_group
         self.sampler_logprobs_RS = process_group.all_reduce_sum(logprobs_RS)
 
@@ -317,8 +333,9 @@ class RolloutBuffer:
         def fill(batch: TrainBatch) -> None:
             with self.use_dropout_masks(batch):
                 values_BS, after_B = critic.compute_values(batch)
-            values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
-            after_R[batch.rows] = after_B.float()
+            rows_B = self.index_rows(batch)
+            values_RS[rows_B, : values_BS.shape[1]] = values_BS.float()
+            after_R[rows_B] = after_B.float()
 
         optimizer_step = self.actor_critic.critic_optimizer_step or self.actor_critic.optimizer_step
         with span("measure"), self.use_pass_mode(critic), optimizer_step.enable_autocast():
@@ -344,7 +361,7 @@ class RolloutBuffer:
 
         def fill(batch: TrainBatch) -> None:
             logprobs_BS = logprobs(batch)
-            logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
+            logprobs_RS[self.index_rows(batch), : logprobs_BS.shape[1]] = logprobs_BS.float()
 
         optimizer_step = self.actor_critic.optimizer_step
         with optimizer_step.enable_autocast():
@@ -381,7 +398,9 @@ class RolloutBuffer:
             assert self.ref_logprobs_RS is not None
             kl_RS = fill_masked(kl_k1(old_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
-            if bool(self.mask_RS.any()):  # without a token the controller has nothing to follow
+            if bool(
+                self.host_mask_RS.any()
+            ):  # without a token the controller has nothing to follow
                 metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum())
         if self.actor_critic.teacher is not None:
             metrics |= self._estimate_from_teacher()
@@ -391,8 +410,9 @@ class RolloutBuffer:
             if penalty_RS is not None:
                 rewards_R = rewards_R - penalty_RS.sum(1).double().cpu()
             metrics |= self._estimate_from_rewards(rewards_R)
-        if self.settings.uses_whitening and bool(self.mask_RS.any()):
+        if self.settings.uses_whitening and bool(self.host_mask_RS.any()):
             self.advantages_RS = masked_whiten(self.advantages_RS, self.mask_RS)
+            self._host_advantages_RS = None
         return metrics
 
     def _select_old_logprobs(self) -> torch.Tensor:
@@ -425,11 +445,15 @@ class RolloutBuffer:
             for known_rows, advantages_G in zip(compared_rows, compared, strict=True):
                 for row, advantage in zip(known_rows, advantages_G.tolist(), strict=True):
                     self.samples[row].advantage = advantage
+        advantages_RS = torch.zeros(self.shape)
         for row, sample in enumerate(self.samples):
             assert sample.advantage is not None
             if abs(sample.advantage) < self.settings.filter_threshold:
-                self.mask_RS[row] = False  # carries no loss and counts in no denominator
-            self.advantages_RS[row][self.mask_RS[row]] = sample.advantage
+                self.host_mask_RS[row] = False  # carries no loss and counts in no denominator
+            advantages_RS[row][self.host_mask_RS[row]] = sample.advantage
+        self.mask_RS = self.host_mask_RS.to(self.device, non_blocking=True)
+        self.advantages_RS = advantages_RS.to(self.device, non_blocking=True)
+        self._host_advantages_RS = advantages_RS
         return metrics
 
     def _compute_relative_advantages(
@@ -455,7 +479,7 @@ class RolloutBuffer:
         Returns: metrics over the loss tokens; {} if no token carries loss.
         """
         assert self.values_RS is not None and self.value_after_R is not None
-        if not bool(self.mask_RS.any()):
+        if not bool(self.host_mask_RS.any()):
             self.returns_RS = torch.zeros_like(self.advantages_RS)
             return {}
         ratios_RS = self._compute_trace_ratios()
@@ -474,12 +498,18 @@ class RolloutBuffer:
             c_cap=self.settings.vtrace_c,
         )
         count = self.mask_RS.sum()
+        returns_mean, values_mean = read_scalars(
+            [
+                masked_sum(self.returns_RS, self.mask_RS) / count,
+                masked_sum(self.values_RS, self.mask_RS) / count,
+            ]
+        )
         metrics = {
             "value/explained_variance": explained_variance(
                 self.values_RS, self.returns_RS, self.mask_RS
             ),
-            "value/returns_mean": float(masked_sum(self.returns_RS, self.mask_RS) / count),
-            "value/values_mean": float(masked_sum(self.values_RS, self.mask_RS) / count),
+            "value/returns_mean": returns_mean,
+            "value/values_mean": values_mean,
         }
         if ratios_RS is not None:
             weights_RS = ratios_RS.clamp(max=self.settings.weight_cap)
@@ -490,6 +520,7 @@ class RolloutBuffer:
             self.mask_RS = self.mask_RS & (
                 self.advantages_RS.abs() >= self.settings.filter_threshold
             )
+            self.host_mask_RS = self.mask_RS.cpu()
             self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         return metrics
 

@@ -17,6 +17,7 @@ import torch
 from rl_core.distributed import DummyBatch
 from rl_core.errors import SamplerMismatch
 from rl_core.losses.aggregation import aggregate
+from rl_core.losses.host_reads import read_scalars
 from rl_core.losses.kl import exact_forward_kl, kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
@@ -229,7 +230,7 @@ class PolicyUpdate:
             or (critic is not None and critic.value_head is not None)
         )
         if not needs_all_rows:
-            self.trained_rows = set(torch.nonzero(buffer.advantages_RS.any(1)).flatten().tolist())
+            self.trained_rows = buffer.find_rows_with_advantage()
         plan = [self._select_trained_rows(indices) for indices in minibatches]
         if in_loss:
             buffer.compute_ref_logprobs(plan)
@@ -307,17 +308,17 @@ class PolicyUpdate:
     def _measure_mean_kl(self, batches: Batches) -> float:
         """Measure the mean KL(old || current policy) per loss token of the step, k3 estimator."""
 
-        def measure_batch(batch: TrainBatch) -> float:
+        def measure_batch(batch: TrainBatch) -> torch.Tensor:
             batch = batch.to(self.actor_critic.device)
             with self.buffer.use_dropout_masks(batch):
                 logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
             old_BS = self.buffer.select_batch_rows(self.buffer.old_logprobs_RS, batch)
-            return float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
+            return masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS)
 
         def measure_local_batches() -> float:
             real_batches = [batch for batch in batches if not isinstance(batch, DummyBatch)]
             memory_fit = MemoryFit("KL after the update")
-            return sum(memory_fit.compute_batches(real_batches, measure_batch))
+            return sum(read_scalars(memory_fit.compute_batches(real_batches, measure_batch)))
 
         optimizer_step = self.actor_critic.optimizer_step
         with self.buffer.use_pass_mode(self.actor_critic.policy), optimizer_step.enable_autocast():
@@ -338,8 +339,8 @@ class PolicyUpdate:
 
     def _count_denominators(self, indices: Sequence[int]) -> LossDenominators:
         """Count the denominators of a step, including rows of advantage 0 that are not run, whose loss is 0."""
-        mask_RS = self.buffer.mask_RS[list(indices)]
-        forward_mask_RS = self.buffer.mask_RS[self._select_trained_rows(indices)]
+        mask_RS = self.buffer.host_mask_RS[list(indices)]
+        forward_mask_RS = self.buffer.host_mask_RS[self._select_trained_rows(indices)]
         return LossDenominators(
             num_loss_tokens=int(mask_RS.sum()),
             num_forward_tokens=int(forward_mask_RS.sum()),
@@ -367,7 +368,8 @@ class PolicyUpdate:
         logprobs_BS = outputs.logprobs_BS
         if self._first_logprobs_RS is not None:
             width = logprobs_BS.shape[1]
-            self._first_logprobs_RS[batch.rows, :width] = logprobs_BS.detach().float()
+            rows_B = buffer.index_rows(batch)
+            self._first_logprobs_RS[rows_B, :width] = logprobs_BS.detach().float()
         count = self.denominators.num_forward_tokens
         old_BS = logprobs_BS.detach()
         if buffer.old_logprobs_RS is not None:
@@ -492,7 +494,7 @@ class PolicyUpdate:
         batches = self.buffer.build_local_batches(indices)
         if not batches:
             return {}
-        count = int(self.buffer.mask_RS[list(indices)].sum())
+        count = int(self.buffer.host_mask_RS[list(indices)].sum())
 
         def compute_loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             batch = batch.to(self.actor_critic.device)

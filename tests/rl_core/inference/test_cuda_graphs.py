@@ -15,6 +15,7 @@ from rl_core.capabilities import Decision, decoding
 from rl_core.inference import cuda_graphs, decoder
 from rl_core.inference.cuda_graphs import StepGraphs, round_up_length, round_up_rows
 from rl_core.inference.engine import create_rollout_backend
+from rl_core.inference.recorded_steps import HostStep, build_drawing_rows
 from rl_core.settings import SamplingSettings
 
 
@@ -48,21 +49,44 @@ def run_steps(graphs, recorder, times, size=1):
         assert graphs.run_step(size, recorder.compute, torch.tensor([float(value)])) == 2 * value
 
 
-def test_sizes():
-    assert [round_up_rows(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65)] == [
-        1,
-        2,
-        4,
-        4,
-        8,
-        8,
-        16,
-        16,
-        24,
-        64,
-        72,
-    ]
-    assert [round_up_length(length) for length in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
+@pytest.mark.parametrize(
+    ("counts", "rounded"),
+    [
+        ((1, 2, 3, 4, 5, 8, 9, 17, 64), (1, 2, 4, 4, 8, 8, 16, 24, 64)),
+        ((65, 81, 128, 129, 161, 256, 257), (80, 96, 128, 160, 192, 256, 320)),
+    ],
+)
+def test_numbers_of_rows(counts, rounded):
+    assert tuple(round_up_rows(count) for count in counts) == rounded
+
+
+def test_lengths():
+    lengths = (1, 128, 129, 1000, 1024, 1025, 1300, 2048, 2049, 4097, 16384)
+    expected = [128, 128, 256, 1024, 1024, 1280, 1536, 2048, 2560, 5120, 16384]
+    assert [round_up_length(length) for length in lengths] == expected
+
+
+@pytest.mark.parametrize(("limit", "longest"), [(0.97, 4096), (0.97, 16384)])
+def test_most_steps_of_a_long_run_are_replayed(limit, longest):
+    """256 slots, 1,024 sequences of very different lengths: the sizes of each step, as the engine rounds them."""
+    recorder, rng = Recorder(), np.random.default_rng(0)
+    graphs = StepGraphs(recorder)
+    waiting = np.minimum(rng.lognormal(np.log(longest / 4), 0.8, 1024), longest - 200).astype(int)
+    ends, lengths = waiting[:256] + 200, np.full(256, 200)
+    waiting, inputs = list(waiting[256:]), torch.zeros(1)
+    while len(ends):
+        graphs.run_step(
+            (round_up_rows(len(ends)), round_up_length(int(lengths.max()) + 1)),
+            recorder.compute,
+            inputs,
+        )
+        lengths += 1
+        for slot in np.flatnonzero(lengths >= ends)[: len(waiting)]:
+            ends[slot], lengths[slot] = waiting.pop() + 200, 200
+        active = lengths < ends
+        ends, lengths = ends[active], lengths[active]
+    assert graphs.num_steps > 5000
+    assert graphs.num_replays / graphs.num_steps > limit
 
 
 def test_repeated_sizes_are_recorded():
@@ -91,13 +115,46 @@ def test_other_memory_discards_recordings():
     assert recorder.pop_counts() == (1, 2, 0)
 
 
-def test_the_number_of_recordings_is_limited(monkeypatch):
+def test_the_least_recently_used_recording_makes_room(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "_MAX_RECORDINGS", 2)
     recorder = Recorder()
-    graphs = StepGraphs(recorder, min_steps=1)
-    for size in range(4):
+    graphs = StepGraphs(recorder, min_steps=2)
+    for size in (0, 1):
         run_steps(graphs, recorder, 2, size)
-    assert recorder.pop_counts() == (2, 4, 4)
+    run_steps(graphs, recorder, 1, 0)
+    assert recorder.pop_counts() == (2, 3, 2)
+    run_steps(graphs, recorder, 2, 2)  # replaces 1, which was used before 0
+    run_steps(graphs, recorder, 1, 0)
+    assert recorder.pop_counts() == (1, 2, 1)
+    run_steps(graphs, recorder, 1, 1)  # has to return as often as a new size
+    assert recorder.pop_counts() == (0, 0, 1)
+    run_steps(graphs, recorder, 1, 1)
+    assert recorder.pop_counts() == (1, 1, 0)
+    assert (graphs.num_steps, graphs.num_replays) == (10, 6)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
+)
+def test_a_lack_of_memory_is_not_a_step_that_cannot_be_recorded(error):
+    """The caller halves its rows; the recordings' memory is free by then, and later steps are recorded."""
+    recorder, refuse = Recorder(), [False]
+
+    def record(compute, inputs):
+        if refuse[0]:
+            raise error
+        return recorder(compute, inputs)
+
+    graphs = StepGraphs(record, min_steps=1)
+    run_steps(graphs, recorder, 1, 1)
+    refuse[0] = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run_steps(graphs, recorder, 1, 2)
+    assert not graphs._recorded
+    refuse[0] = False
+    run_steps(graphs, recorder, 1, 2)
+    assert recorder.pop_counts() == (2, 2, 0)
 
 
 def test_steps_that_cannot_be_recorded_are_computed(caplog):
@@ -148,6 +205,7 @@ def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
     assert recorder.recorded == 2
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
@@ -161,7 +219,7 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
         engine.run_sequences(
             sequences, SamplingSettings(max_completion_tokens=150, slots=12, temperature=0)
         )
-        assert engine._decoder.graphs._recorded and engine._decoder.graphs._works
+        assert engine._decoder.graphs._recorded and not engine._decoder.graphs._refused
         return [sequence.completion_ids for sequence in sequences], [
             sequence.logprobs for sequence in sequences
         ]
@@ -194,7 +252,12 @@ def test_padding_rows_write_only_to_the_padding_slot(monkeypatch):
     previous = step_decoder._cache.clone()
     for _ in range(3):
         both = step_decoder.sample_with_graphs(
-            np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), SamplingSettings()
+            HostStep(
+                np.array([5, 6, 7]),
+                np.array([3, 0, 9]),
+                np.array([0.1, 0.5, 0.9]),
+                build_drawing_rows([SamplingSettings()]),
+            )
         )
         assert both.shape == (2, 3) and (both[1] < 0).all()
     changed = (step_decoder._cache != previous).any(-1)  # [layers, 2, slots, K, length]
