@@ -155,9 +155,8 @@ class Rollout:
     """Sampled episode. Token ids are stored as sampled: they are never re-tokenised.
 
     An episode whose history is rendered again (`model.history_thoughts: template`), or whose agent has several
-    conversations, has several contexts: at each of `context_starts` begins another prompt, in which earlier turns appear as the chat template writes them; the tokens
-    after
-    it follow from that prompt alone.
+    conversations, has several contexts: at each of `context_starts` begins another prompt, in which earlier turns
+    appear as the chat template writes them; the tokens after it follow from that prompt alone.
     """
 
     prompt_ids: list[int]  # [prompt tokens]

@@ -250,9 +250,11 @@ def describe_exit(code: int) -> str:
     """Describe an exit code, or the signal that ended a process."""
     if code == START_FAILED:
         return "it could not be started"
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"signal {signal.Signals(-code).name}"
+    number = (
+        -code if code < 0 else code - 128
+    )  # beyond 128 as shells and the sandbox report signals
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
     return f"exit code {code}"
 
 

@@ -74,6 +74,11 @@ class FallbackBatcher:
         self._paused: dict[ServedRequest, _FallbackRequest] = {}
 
     @property
+    def is_batch_independent(self) -> bool:
+        """See `ContinuousBatcher.is_batch_independent`: each request is decoded separately."""
+        return True
+
+    @property
     def free(self) -> int:
         """See `ContinuousBatcher.free`."""
         return self.capacity - len(self._active)

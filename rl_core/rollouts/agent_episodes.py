@@ -22,7 +22,7 @@ from rl_core.inference.serving_requests import (
     RequestSlots,
 )
 from rl_core.rollouts.agent_recorder import AgentSession
-from rl_core.rollouts.agent_server import AgentServer, deliver_events
+from rl_core.rollouts.agent_server import AgentServer, CallGate, deliver_events
 from rl_core.settings import SamplingSettings
 from rl_core.types import Rollout, StopReason
 
@@ -81,17 +81,21 @@ def play_agent_episodes(
     assert isinstance(backend, RequestSlotsBackend)
     if not turns:
         return []
-    with AgentServer() as server:
-        players = _Players(environment, renderer, turns, sampling, server, backend.max_length)
-        slots = min(sampling.slots, _SLOTS_PER_AGENT * players.num_threads)
-        loop = ServerLoop(
-            lambda wake: backend.open_request_slots(slots, players.context, wake),
-            policy_version,
-            players.deliver_events,
-            ServerLoopLimits(max_waiting=2**31),
-        )
-        server.loop = loop
-        players.start_threads(loop.close)
+    players = _Players(environment, renderer, turns, sampling, backend.max_length)
+    slots = min(sampling.slots, _SLOTS_PER_AGENT * players.num_threads)
+    opened: list[RequestSlots] = []
+
+    def open_slots(wake: Callable[[], None]) -> RequestSlots:
+        opened.append(backend.open_request_slots(slots, players.context, wake))
+        return opened[-1]
+
+    loop = ServerLoop(
+        open_slots, policy_version, players.deliver_events, ServerLoopLimits(max_waiting=2**31)
+    )
+    gate = CallGate(is_open=sampling.rejoin == "ready" or opened[0].is_batch_independent)
+    gate.loop = loop
+    with AgentServer(gate) as server:
+        players.start_threads(server, loop.close)
         try:
             loop.serve_until_closed()
         finally:
@@ -118,14 +122,12 @@ class _Players:
         renderer: ChatRenderer,
         turns: Sequence[AgentTurn],
         sampling: SamplingSettings,
-        server: AgentServer,
         max_length: int,
     ) -> None:
         self.context = min(environment.context, max_length)
         self.num_threads = min(sampling.max_concurrent_steps, len(turns))
         self.outcomes: list[Rollout | FailedEpisode | None] = [None] * len(turns)
         self._environment, self._turns, self._sampling = environment, turns, sampling
-        self._server = server
         self._prompts = PromptBuilder(
             renderer, self.context, environment.tool_style, "environment.options.context"
         )
@@ -135,11 +137,16 @@ class _Players:
         self._error: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
-    def start_threads(self, on_end: Callable[[], None]) -> None:
+    def start_threads(self, server: AgentServer, on_end: Callable[[], None]) -> None:
         """Start to play. `on_end` is called when all episodes have ended, or after an error."""
-        self._on_end, self._num_running = on_end, self.num_threads
-        for number in range(self.num_threads):
-            thread = threading.Thread(target=self._play, daemon=True, name=f"episode {number}")
+        self._server, self._on_end, self._num_running = server, on_end, self.num_threads
+        self._next = self.num_threads
+        for index in range(self.num_threads):
+            server.gate.change_episode(None, index)
+        for index in range(self.num_threads):
+            thread = threading.Thread(
+                target=self._play, args=(index,), daemon=True, name=f"episode {index}"
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -158,24 +165,26 @@ class _Players:
         """Deliver events; an error of the engine ends all episodes, as it would end a run of other environments."""
         for event in events:
             error = event.request.error
-            if isinstance(event, RequestEnded) and isinstance(error, EngineFault):
-                if not self._stopping.is_set() and self._num_running:
-                    self._end_early(error)
-        deliver_events(events)
+            is_fault = isinstance(event, RequestEnded) and isinstance(error, EngineFault)
+            if is_fault and not self._stopping.is_set() and self._num_running:
+                assert error is not None
+                self._end_early(error)
+        deliver_events(self._server.gate, events)
 
     def _end_early(self, error: BaseException) -> None:
         self._error = self._error or error
         self._stopping.set()
         self._on_end()
 
-    def _play(self) -> None:
+    def _play(self, index: int) -> None:
+        """Play an episode, and further ones as long as there are any."""
         try:
-            while not self._stopping.is_set():
-                with self._lock:
-                    index, self._next = self._next, self._next + 1
-                if index >= len(self._turns):
-                    break
+            while index < len(self._turns) and not self._stopping.is_set():
                 self.outcomes[index] = self._play_episode(index)
+                with self._lock:
+                    ended, index, self._next = index, self._next, self._next + 1
+                    begun = index if index < len(self._turns) else None
+                    self._server.gate.change_episode(ended, begun)
         except BaseException as error:
             self._end_early(error)
         finally:
@@ -188,6 +197,7 @@ class _Players:
     def _play_episode(self, index: int) -> Rollout | FailedEpisode:
         turn, environment = self._turns[index], self._environment
         session = AgentSession(
+            number=index,
             episode=environment.episode(turn.seed, turn.level),
             seed=turn.sampling_seed,
             sample=turn.sample,
@@ -197,7 +207,7 @@ class _Players:
             uses_run_sampling=environment.sampling_source == "run",
         )
         key = f"sk-episode-{secrets.token_hex(16)}"
-        url = self._server.add_session(index, key, session)
+        url = self._server.add_session(key, session)
         endpoint = AgentEndpoint(
             url,
             key,

@@ -108,6 +108,7 @@ class _Clock:
 class AgentSession:
     """One episode that is being played. Thread-safe: an agent may send several requests at once."""
 
+    number: int  # of the episode, among those that are played together
     episode: AgentEpisode
     seed: int  # of the sampling
     sample: int  # index within its group
@@ -423,7 +424,7 @@ class AgentSession:
         ]
 
     def _list_contexts(self) -> list[list[RecordedAnswer]]:
-        """List the contexts in order of their first answers; the first continuation of an answer stays in its context."""
+        """List the contexts in order of their first answers; an answer's first continuation stays in its context."""
         contexts: list[list[RecordedAnswer]] = []
         context_of: dict[int, list[RecordedAnswer]] = {}
         for answer in sorted(self.answers, key=lambda answer: answer.order):

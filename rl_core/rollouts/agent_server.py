@@ -19,6 +19,7 @@ import select
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -58,7 +59,7 @@ class _Refused(Exception):
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
-    ):
+    ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -67,17 +68,88 @@ class _ClientGone(Exception):
     """The client closed its connection before its answer."""
 
 
+class CallGate:
+    """The way of calls into the loop.
+
+    Where numbers depend on which sequences are decoded together, calls of a closed gate wait until no other call is
+    decoded and every agent that runs has one waiting. What is decoded together then does not depend on the agents'
+    speed, unless an agent itself sends calls side by side.
+    """
+
+    def __init__(self, *, is_open: bool) -> None:
+        self.loop: ServerLoop | None = None
+        self._is_open = is_open
+        self._lock = threading.Lock()
+        self._num_open_calls: dict[int, int] = {}  # by episode: sequences without an end
+        self._waiting: list[tuple[int, list[ServedRequest]]] = []  # episode and call
+
+    def change_episode(self, ended: int | None, begun: int | None) -> None:
+        """Take note that an episode has ended and that another has begun."""
+        with self._lock:
+            if ended is not None:
+                self._num_open_calls.pop(ended, None)
+            if begun is not None:
+                self._num_open_calls[begun] = 0
+            self._release_calls()
+
+    def submit_call(self, episode: int, requests: list[ServedRequest]) -> None:
+        """Have a call sampled. Raises: EngineFault after the end of the loop."""
+        assert self.loop is not None
+        if self._is_open:
+            self.loop.submit_requests(requests)
+            return
+        with self._lock:
+            if episode in self._num_open_calls:
+                self._num_open_calls[episode] += len(requests)
+            self._waiting.append((episode, requests))
+            self._release_calls()
+
+    def cancel_call(self, episode: int, requests: Sequence[ServedRequest]) -> None:
+        """Drop the sequences of a call that have not ended."""
+        assert self.loop is not None
+        with self._lock:
+            for waiting in self._waiting:
+                if waiting[1] and waiting[1][0] in requests:
+                    self._waiting.remove(waiting)
+                    self._count_ended(episode, len(requests))
+                    self._release_calls()
+                    return
+        for request in requests:
+            if not request.has_ended:
+                self.loop.cancel_request(request)
+
+    def note_end(self, episode: int) -> None:
+        """Take note of the end of a sequence, before its agent gets to know it."""
+        with self._lock:
+            self._count_ended(episode, 1)
+            self._release_calls()
+
+    def _count_ended(self, episode: int, count: int) -> None:
+        if episode in self._num_open_calls:
+            self._num_open_calls[episode] -= count
+
+    def _release_calls(self) -> None:
+        num_waiting = sum(len(requests) for _, requests in self._waiting)
+        is_idle = sum(self._num_open_calls.values()) <= num_waiting
+        if not self._waiting or not is_idle or not all(self._num_open_calls.values()):
+            return
+        assert self.loop is not None
+        calls = sorted(self._waiting, key=lambda call: call[0])
+        self._waiting = []
+        self.loop.submit_requests([request for _, requests in calls for request in requests])
+
+
 class AgentServer(ThreadingHTTPServer):
-    """The server of one collection of rollouts; requests are sampled by a `ServerLoop`."""
+    """The server of one collection of rollouts."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(self) -> None:
+    def __init__(self, gate: CallGate) -> None:
         """Bind a free port of the loopback address."""
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.loop: ServerLoop | None = None  # set before the first agent starts
+        self.gate = gate
         self._sessions: dict[int, tuple[str, AgentSession]] = {}  # by number: key and session
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.1,), name="agent server", daemon=True
@@ -91,10 +163,10 @@ class AgentServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def add_session(self, number: int, key: str, session: AgentSession) -> str:
+    def add_session(self, key: str, session: AgentSession) -> str:
         """Accept an episode's requests; return their base URL."""
-        self._sessions[number] = key, session
-        return f"http://127.0.0.1:{self.server_address[1]}/e/{number}/v1"
+        self._sessions[session.number] = key, session
+        return f"http://127.0.0.1:{self.server_address[1]}/e/{session.number}/v1"
 
     def find_session(self, number: int, authorization: str) -> AgentSession:
         """Return the session that address and key name. Raises: _Refused (401, 403)."""
@@ -116,10 +188,21 @@ class AgentServer(ThreadingHTTPServer):
         logger.debug("a connection of an agent failed", exc_info=True)
 
 
-def deliver_events(events: Sequence[_Event]) -> None:
+@dataclass(frozen=True, slots=True)
+class _CallOwner:
+    """Who waits for a sequence."""
+
+    episode: int
+    events: queue.SimpleQueue[_Event]
+
+
+def deliver_events(gate: CallGate, events: Sequence[_Event]) -> None:
     """Hand events of the loop to the threads that wait for them; on the loop's thread."""
     for event in events:
-        event.request.owner.put(event)
+        owner: _CallOwner = event.request.owner
+        if isinstance(event, RequestEnded):
+            gate.note_end(owner.episode)
+        owner.events.put(event)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -276,8 +359,7 @@ class _SampledCall:
         call: PreparedCall,
         check_client: Callable[[], None],
     ) -> None:
-        assert server.loop is not None
-        self._loop, self._session, self._call = server.loop, session, call
+        self._gate, self._session, self._call = server.gate, session, call
         self._check_client = check_client
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         request = call.request
@@ -292,7 +374,7 @@ class _SampledCall:
                 top=request.top_logprobs,
                 streams=request.stream,
                 has_stops=bool(stops),
-                owner=self._events,
+                owner=_CallOwner(session.number, self._events),
             )
             for choice in range(request.n)
         ]
@@ -320,9 +402,8 @@ class _SampledCall:
         """Sample the call and yield lists of chunks; it is recorded before the last ones."""
         chunks = ChunkFormatter(self._formatter, self._requests)
         for event in self._iter_events():
-            if isinstance(event, RequestProgress):
-                if formatted := chunks.format_progress(event):
-                    yield formatted
+            if isinstance(event, RequestProgress) and (formatted := chunks.format_progress(event)):
+                yield formatted
         answers = [self._formatter.parse_answer(s) for s in self._list_sequences()]
         self._record(answers)
         for request, answer in zip(self._requests, answers, strict=True):
@@ -332,9 +413,9 @@ class _SampledCall:
 
     def _iter_events(self) -> Iterator[_Event]:
         """Yield progress until every choice has ended. Raises: _Refused, _ClientGone."""
-        self._loop.submit_requests(self._requests)
         num_open = len(self._requests)
         try:
+            self._gate.submit_call(self._session.number, self._requests)
             while num_open:
                 try:
                     event = self._events.get(timeout=_POLL_S)
@@ -351,9 +432,8 @@ class _SampledCall:
         except EngineFault as error:
             raise _Refused(503, str(error), code="engine") from None
         finally:
-            for request in self._requests:
-                if not request.has_ended:
-                    self._loop.cancel_request(request)
+            if num_open:
+                self._gate.cancel_call(self._session.number, self._requests)
 
     def _list_sequences(self) -> list[AnswerSequence]:
         sequences = [request.sequence for request in self._requests]

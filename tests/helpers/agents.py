@@ -1,6 +1,7 @@
 """Agents as programs for tests, and episodes that they play with a policy made from scratch."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import rl_core
@@ -59,9 +60,9 @@ def reward_length(task, calls, result):
     return float(len(calls[-1].reply["content"] or ""))
 
 
-def build_policy(seed=0, context=256):
-    """Build a nano policy."""
-    settings = rl_core.ModelSettings(preset="nano", vocab_size=300, context=context, device="cpu")
+def build_policy(seed=0, preset="tiny", context=256):
+    """Build a policy from scratch: tiny is decoded by compiled code, nano by torch's kernels."""
+    settings = rl_core.ModelSettings(preset=preset, vocab_size=300, context=context, device="cpu")
     return rl_core.create_policy(TEXTS, settings, seed=seed)
 
 
@@ -93,4 +94,4 @@ def split_contexts(rollout):
     ids = [*rollout.prompt_ids, *rollout.completion_ids]
     starts = [len(rollout.prompt_ids) + start for start in rollout.context_starts]
     edges = [0, *starts, len(ids)]
-    return [ids[begin:end] for begin, end in zip(edges, edges[1:], strict=False)]
+    return [ids[begin:end] for begin, end in pairwise(edges)]
