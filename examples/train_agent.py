@@ -49,12 +49,12 @@ def score(task, calls, result):
     return float(result.stdout.strip() == task["answer"])
 
 
-def build_tasks(count=600, seed=0):
+def build_tasks(count=2000, seed=0):
     """Build tasks: each has a table of its own, and the messages of an agent to imitate, which is often careless."""
     draw = random.Random(seed)
     tasks = []
     for _ in range(count):
-        names = draw.sample(string.ascii_lowercase, 6)
+        names = draw.sample(string.ascii_lowercase[:10], 6)
         friends = dict(zip(names, [*names[1:], names[0]], strict=True))
         codes = {name: str(draw.randrange(10)) for name in names}
         table = {name: f"friend {friends[name]} code {codes[name]}" for name in names}
@@ -81,12 +81,12 @@ def build_environment():
         "reward": score,
         "private": ["answer"],
         "demonstrations": "messages",
-        "heldout": 0.2,
+        "heldout": 0.1,
     }
     return rl_core.make_environment("agent", options)
 
 
-def imitate(environment, output, epochs=8, seed=0):
+def imitate(environment, output, epochs=6, seed=0):
     """Write a model that imitates the messages of the training tasks."""
     import rl_core
 
@@ -101,7 +101,7 @@ def imitate(environment, output, epochs=8, seed=0):
     trainer.save(output)
 
 
-def main(output="outputs/train_agent", iterations=60, epochs=8, seed=0):
+def main(output="outputs/train_agent", iterations=60, epochs=6, seed=0):
     import rl_core
 
     environment, output = build_environment(), Path(output)

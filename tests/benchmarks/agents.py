@@ -37,7 +37,7 @@ def run_seed(folder, seed, iterations):
     example = load_example()
     environment = example.build_environment()
     folder.mkdir(parents=True, exist_ok=True)
-    example.imitate(environment, folder / "sft", epochs=8, seed=seed)
+    example.imitate(environment, folder / "sft", epochs=6, seed=seed)
     before = evaluate_model(environment, folder / "sft")
     settings = rl_core.PolicySettings(
         iterations=iterations,

@@ -522,14 +522,14 @@ def test_a_killed_training_resumes_bit_for_bit(tmp_path):
     assert killed.returncode == -signal.SIGKILL
     resumed = train("killed")
     assert resumed.returncode == 0, resumed.stderr
-    expected, found = (
+    expected, resumed_rows = (
         [
-            {name: value for name, value in row.items() if not name.startswith("perf/")}
+            {name: repr(value) for name, value in row.items() if not name.startswith("perf/")}
             for row in rl_core.read_metrics(tmp_path / name).to_dict("records")
         ]
         for name in ("whole", "killed")
     )
-    assert len(expected) == 3 and found == expected
+    assert len(expected) == 3 and resumed_rows == expected
     rows = [(tmp_path / name / "rewards.jsonl").read_text() for name in ("whole", "killed")]
     assert rows[0] == rows[1] and rows[0].count("\n") == 12, "no episode counts twice"
 
@@ -549,7 +549,7 @@ play(build_agent(sys.argv[1], {code!r}, tasks, timeout_s=120.0, sandbox=False), 
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
-        wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the agent")
+        wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the agent", 300)
         agent = Path("/proc") / pid_file.read_text()
         assert agent.exists()
     finally:
