@@ -86,7 +86,7 @@ def build_environment():
     return rl_core.make_environment("agent", options)
 
 
-def imitate(environment, output, epochs=6, seed=0):
+def imitate(environment, output, epochs=15, seed=0):
     """Write a model that imitates the messages of the training tasks."""
     import rl_core
 
@@ -95,13 +95,15 @@ def imitate(environment, output, epochs=6, seed=0):
     texts = [message["content"] for row in rows for message in row["messages"]]
     settings = rl_core.ModelSettings(preset="tiny", vocab_size=300, context=256)
     model = rl_core.create_policy(texts, settings, seed=seed)
-    settings = rl_core.SFTSettings(epochs=epochs, batch_size=16, learning_rate=4e-3, eval_every=0)
+    settings = rl_core.SFTSettings(
+        epochs=epochs, batch_size=16, learning_rate=4e-3, schedule="cosine", eval_every=0
+    )
     trainer = rl_core.sft(model, rows, heldout=0, settings=settings, seed=seed)
     trainer.run()
     trainer.save(output)
 
 
-def main(output="outputs/train_agent", iterations=60, epochs=6, seed=0):
+def main(output="outputs/train_agent", iterations=40, epochs=15, seed=0):
     import rl_core
 
     environment, output = build_environment(), Path(output)

@@ -1,9 +1,10 @@
 """What an agent learns that is trained unchanged: seeds, success on held-out tasks before and after.
 
-    python tests/benchmarks/agents.py OUTPUT [--seeds 3] [--iterations 60]
+    python tests/benchmarks/agents.py OUTPUT [--seeds 0 1 2] [--iterations 40] [--program]
 
-The agent of examples/train_agent.py runs as a program, once for each episode. Every seed is one JSON line in
-OUTPUT/results.jsonl; what is there is not run again. Then the table, with Wilson's 95% intervals.
+The tasks are those of examples/train_agent.py. The agent is a Python function that does what the example's program
+does; with --program, the program itself, once for each episode. Every seed is one JSON line in OUTPUT/results.jsonl;
+what is there is not run again. Then the table, with Wilson's 95% intervals.
 """
 
 from __future__ import annotations
@@ -27,18 +28,49 @@ def load_example():
     return module
 
 
+def build_environment(example, as_program):
+    """Build the example's environment, with its program or with the same agent as a function."""
+    if as_program:
+        return example.build_environment()
+
+    def run(task, client):
+        messages = [{"role": "user", "content": task["question"]}]
+        while True:
+            message = client.chat(messages, tools=[{"type": "function", "function": example.TOOL}])
+            messages.append(message)
+            if not message.get("tool_calls"):
+                return message["content"]
+            for call in message["tool_calls"]:
+                name = json.loads(call["function"]["arguments"])["name"]
+                result = task["table"].get(name, "unknown")
+                messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+
+    def score(task, calls, result):
+        return float((result.value or "").strip() == task["answer"])
+
+    return rl_core.Agent(
+        run,
+        example.build_tasks(),
+        reward=score,
+        private=["answer"],
+        demonstrations="messages",
+        heldout=0.1,
+    )
+
+
 def evaluate_model(environment, folder):
     sampling = rl_core.SamplingSettings(temperature=1.0, max_completion_tokens=128, max_turns=4)
     settings = EvaluationSettings(episodes=100, samples=2, sampling=sampling)
     return rl_core.evaluate(folder, environment=environment, settings=settings, seed=0)
 
 
-def run_seed(folder, seed, iterations):
+def run_seed(folder, seed, iterations, as_program):
     example = load_example()
-    environment = example.build_environment()
-    folder.mkdir(parents=True, exist_ok=True)
-    example.imitate(environment, folder / "sft", epochs=6, seed=seed)
-    before = evaluate_model(environment, folder / "sft")
+    environment = build_environment(example, as_program)
+    start = folder.parent / "sft"  # all seeds begin with one model
+    if not start.is_dir():
+        example.imitate(environment, start)
+    before = evaluate_model(environment, start)
     settings = rl_core.PolicySettings(
         iterations=iterations,
         prompts_per_iteration=4,
@@ -50,7 +82,7 @@ def run_seed(folder, seed, iterations):
         sampling=rl_core.SamplingSettings(max_completion_tokens=128, max_turns=4),
     )
     began = time.perf_counter()
-    training = rl_core.grpo(folder / "sft", environment=environment, settings=settings, seed=seed)
+    training = rl_core.grpo(start, environment=environment, settings=settings, seed=seed)
     training.run()
     seconds = time.perf_counter() - began
     training.save(folder / "grpo")
@@ -59,6 +91,7 @@ def run_seed(folder, seed, iterations):
     return {
         "seed": seed,
         "iterations": iterations,
+        "agent": "program" if as_program else "function",
         "before": [before.success_rate, *before.interval],
         "after": [after.success_rate, *after.interval],
         "calls_before": before.turns_mean,
@@ -78,15 +111,17 @@ def format_rate(values):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--program", action="store_true")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "results.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         if all(row["seed"] != seed for row in rows):
-            rows.append(run_seed(options.output / f"seed{seed}", seed, options.iterations))
+            folder = options.output / f"seed{seed}"
+            rows.append(run_seed(folder, seed, options.iterations, options.program))
             with path.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     print("| seed | before [95%] | after [95%] | calls an episode | seconds of GRPO |")
