@@ -126,7 +126,8 @@ class AgentClient:
 
         Raises: BackendError.
         """
-        return self.complete(messages, **options)["choices"][0]["message"]  # type: ignore[no-any-return]
+        message: dict[str, Any] = self.complete(messages, **options)["choices"][0]["message"]
+        return message
 
     def complete(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> dict[str, Any]:
         """Return the whole response to a chat request; see `chat`."""

@@ -45,7 +45,7 @@ from rl_core.settings import SamplingSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_core.inference.serving_requests import RequestSlots
+    from rl_core.inference.fallback_batching import FallbackBatcher
 
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class TransformersBackend:
 
     def open_request_slots(
         self, slots: int, context: int, wake: Callable[[], None]
-    ) -> RequestSlots:
+    ) -> FallbackBatcher:
         """Open slots for single requests over the current weights; see `FallbackBatcher`."""
         from rl_core.inference.fallback_batching import FallbackBatcher
 

@@ -490,6 +490,58 @@ def test_tasks_are_split_by_content_and_level():
         agent.episode(0, agent.levels[0]).step("x")
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
+def test_a_function_is_trained_on_all_of_its_conversations(algorithm):
+    def run(task, client):
+        texts = [
+            client.chat([{"role": "user", "content": f"{n} {task['prompt']}"}], max_tokens=5)
+            for n in range(2)
+        ]
+        return float(sum(len(text["content"]) for text in texts))
+
+    settings = rl_core.PolicySettings(
+        algorithm=algorithm,
+        iterations=2,
+        prompts_per_iteration=2,
+        group_size=2,
+        learning_rate=1e-3,
+        warmup_steps=0,
+        sampling=rl_core.SamplingSettings(max_completion_tokens=40),
+    )
+    policy = build_policy(preset="nano")
+    training = rl_core.policy_gradient(policy, agent=run, prompts=["a", "b"], settings=settings)
+    before = [weight.detach().clone() for weight in training.model.parameters()]
+    training.run()
+    metrics = training.metrics()
+    assert metrics["policy/loss"].notna().all() and metrics["reward/mean"].iloc[0] > 0
+    assert metrics["policy/sampler_difference_max"].max() < 1e-4
+    pairs = zip(before, training.model.parameters(), strict=True)
+    assert any(not torch.equal(old, new) for old, new in pairs)
+
+
+def test_a_reward_of_trajectories_needs_no_other():
+    def run(task, client):
+        client.chat([{"role": "user", "content": task["prompt"]}], max_tokens=5)
+
+    def reward(trajectories, answer):
+        return [float(text) for text in answer]
+
+    tasks = [{"prompt": "a", "answer": "2"}, {"prompt": "b", "answer": "2"}]
+    settings = rl_core.PolicySettings(
+        iterations=1,
+        prompts_per_iteration=2,
+        group_size=2,
+        sampling=rl_core.SamplingSettings(max_completion_tokens=40),
+    )
+    training = rl_core.grpo(
+        build_policy(preset="nano"), agent=run, prompts=tasks, reward=reward, settings=settings
+    )
+    training.run()
+    assert list(training.metrics()["reward/mean"]) == [2.0]
+    with pytest.raises(SettingsError, match="agent: takes its tasks from prompts"):
+        rl_core.grpo(build_policy(preset="nano"), agent=run)
+
+
 TRAINING = """
 import sys
 from helpers.agents import TWO_TURNS_AGENT, build_agent, build_policy
