@@ -1,4 +1,4 @@
-"""Train your own agent: it runs unchanged, and the policy answers its chat requests.
+"""Train your agent: it runs unchanged, and the policy answers its chat requests.
 
 `run_agent` is a ten-line agent with one tool. It asks whatever OPENAI_BASE_URL names, here with the standard library;
 any OpenAI client works. To answer right, it has to look up two names in a row: the friend, and then the friend's code.
@@ -50,7 +50,7 @@ def score(task, calls, result):
 
 
 def build_tasks(count=2000, seed=0):
-    """Build tasks: each has a table of its own, and the messages of an agent to imitate, which is often careless."""
+    """Build tasks: each has another table, and the messages of an agent to imitate, which is often careless."""
     draw = random.Random(seed)
     tasks = []
     for _ in range(count):

@@ -1,9 +1,9 @@
-"""`agent`: the user's own agent plays the episode, and its chat requests are answered by the policy.
+"""`agent`: the user's agent plays the episode, and its chat requests are answered by the policy.
 
     environment: {name: agent, options: {command: "python my_agent.py", tasks: tasks.jsonl, reward: "my_rewards:score"}}
     rl_core.grpo(model, agent=run, prompts=tasks)        def run(task, client): ...
 
-For each episode the command runs in a folder of its own; OPENAI_BASE_URL and OPENAI_API_KEY name the trainer's recorder
+For each episode the command runs in a new folder; OPENAI_BASE_URL and OPENAI_API_KEY name the trainer's recorder
 (`rl_core/rollouts/agent_server.py`). The reward is a function of the task, the recorded calls and what the agent left
 behind: files, exit code, a score that it printed or posted. docs/agents.md.
 """
@@ -50,7 +50,7 @@ _POLL_S = 0.1
 _LOG_CHARACTERS = 4000  # of stderr, stored with a failed episode
 _TARGET_COLUMNS = ("target", "answer")
 _QUESTION_COLUMNS = ("prompt", "question", "task", "instruction")
-_CALL_TIMEOUT_S = 3600.0  # of one request of `AgentClient`; the episode's own limits apply
+_CALL_TIMEOUT_S = 3600.0  # of one request of `AgentClient`; the limits of the episode apply
 
 
 class AgentFailed(EnvironmentFault):
@@ -102,8 +102,8 @@ class AgentEndpoint:
 
     base_url: str
     api_key: str
-    seed: int  # for the agent's own random numbers
-    measure_own_seconds: Callable[[], float]  # without the time in which it waited for the policy
+    seed: int  # for random numbers of the agent
+    measure_agent_seconds: Callable[[], float]  # without the time in which it waited for the policy
     is_stopped: Callable[[], bool]  # True = end now, without a result
     read_score: Callable[[], Any]  # posted score; None = none
     read_limit: Callable[[], str]  # see `AgentResult.limit`
@@ -161,7 +161,7 @@ class AgentEpisode(Episode):
         self.hidden = encoded
 
     def reset(self) -> list[Message]:
-        """Return the task as a message; the agent writes its own ones."""
+        """Return the task as a message; the agent writes other ones."""
         return [Message(role="user", content=self.prompt)]
 
     def act(self, text: str) -> Step:
@@ -257,10 +257,15 @@ class Agent(Environment):
             self._reward = _load_function(reward, "options.reward", "(task, calls, result)", 3)
             self.reward_name = _name_function(reward)
         self._tasks = _split_tasks(tasks, heldout)
+        self._index_tasks(level)
+
+    def _index_tasks(self, level: str) -> None:
+        """Set columns, levels and seeds of the tasks. Raises: SettingsError for an option that names no column."""
         all_tasks = [task for split in self._tasks.values() for task in split]
         columns = dict.fromkeys(name for task in all_tasks for name in task)
         self.columns = tuple(columns)
-        for option, names in (("private", self._private), ("demonstrations", {demonstrations})):
+        named = {"private": self._private, "demonstrations": {self._demonstrations}}
+        for option, names in named.items():
             for name in names - {None}:
                 if name not in columns:
                     raise SettingsError(
@@ -288,7 +293,7 @@ class Agent(Environment):
 
     @property
     def tools(self) -> Toolset:
-        """No tools: the agent has its own."""
+        """Return no tools: those of an agent are its requests'."""
         return Toolset()
 
     def seeds(self, split: str) -> range:
@@ -402,7 +407,7 @@ class Agent(Environment):
         return AgentResult(code, folder.work, stdout, stderr, score, None, limit)
 
     def _call_function(self, task: dict[str, Any], endpoint: AgentEndpoint) -> AgentResult:
-        """Call the agent on a thread of its own, as Python cannot kill one that hangs."""
+        """Call the agent on a separate thread, as Python cannot kill one that hangs."""
         assert self._function is not None
         function, outcome = self._function, list[tuple[Any, BaseException | None]]()
         client = AgentClient(endpoint.base_url, endpoint.api_key, seed=endpoint.seed)
@@ -432,9 +437,9 @@ class Agent(Environment):
     def _find_exceeded_limit(self, endpoint: AgentEndpoint) -> str:
         if endpoint.is_stopped():
             return "the run is stopping"
-        if endpoint.measure_own_seconds() > self._timeout_s:
+        if endpoint.measure_agent_seconds() > self._timeout_s:
             return (
-                f"the agent has not ended within {self._timeout_s:g} s of its own time (options.timeout_s), in which "
+                f"the agent has not ended within {self._timeout_s:g} s of computing time (options.timeout_s), in which "
                 "no request of it waited for the policy"
             )
         return ""

@@ -1,4 +1,4 @@
-"""One run of an agent's command: in a folder of its own, confined, with limits of time and memory."""
+"""One run of an agent's command: in a new folder, confined, with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def build_task_variables(task: Mapping[str, Any]) -> dict[str, str]:
 
 
 class AgentFolder:
-    """The folders of one episode: `work` for the agent; its outputs and scratch space beside it."""
+    """The folders of one episode: `work` for the agent; outside it, its outputs and scratch space."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         """Create the folders, and task.json in the agent's."""
@@ -166,7 +166,7 @@ class AgentCommand:
 
         Args:
             variables: of this episode.
-            find_exceeded_limit: returns why the agent is to be killed; "" = it goes on.
+            find_exceeded_limit: returns why the agent is to be killed; "" = it may continue.
         Raises: AgentLimitExceeded.
         """
         options = {

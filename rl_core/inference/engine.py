@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +28,6 @@ from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.data.batches import pad_rows, plan_micro_batches
 from rl_core.environments.step_pool import wait_for_any_turn
 from rl_core.errors import OutOfMemory
-from rl_core.inference.continuous_batching import ContinuousBatcher
 from rl_core.inference.decoder import Decoder
 from rl_core.inference.decoder_layers import AppendedTokens
 from rl_core.inference.sampling import (
@@ -402,19 +401,14 @@ class Engine:
             self._decoder.bind_weights()
             yield self._decoder
 
-    def open_request_slots(
-        self, slots: int, context: int, wake: Callable[[], None]
-    ) -> ContinuousBatcher:
-        """Open slots for single requests over the current weights, with adapters merged; see `ContinuousBatcher`."""
-        return ContinuousBatcher(
-            self._model,
-            slots=slots,
-            context=context,
-            eos_ids=np.flatnonzero(self._is_eos).tolist(),
-            pad_id=self._pad_id,
-            textless_ids=self._textless_ids,
-            wake=wake,
-        )
+    def build_request_options(self) -> dict[str, Any]:
+        """Build arguments of a `ContinuousBatcher` over this engine's model."""
+        return {
+            "model": self._model,
+            "eos_ids": np.flatnonzero(self._is_eos).tolist(),
+            "pad_id": self._pad_id,
+            "textless_ids": self._textless_ids,
+        }
 
     def build_run_options(self) -> dict[str, Any]:
         """Build this engine's arguments for an `EngineRun`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,8 +44,6 @@ from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from rl_core.inference.fallback_batching import FallbackBatcher
 
 
 logger = logging.getLogger(__name__)
@@ -85,21 +83,14 @@ class TransformersBackend:
         """Set the tokens that end an action."""
         self._eos_ids = frozenset(eos_ids)
 
-    def open_request_slots(
-        self, slots: int, context: int, wake: Callable[[], None]
-    ) -> FallbackBatcher:
-        """Open slots for single requests over the current weights; see `FallbackBatcher`."""
-        from rl_core.inference.fallback_batching import FallbackBatcher
-
-        return FallbackBatcher(
-            self._model,
-            slots=slots,
-            context=context,
-            eos_ids=self._eos_ids,
-            pad_id=self._pad_id,
-            textless_ids=self._textless_ids.tolist(),
-            wake=wake,
-        )
+    def build_request_options(self) -> dict[str, Any]:
+        """Build arguments of a `FallbackBatcher` over this backend's model."""
+        return {
+            "model": self._model,
+            "eos_ids": self._eos_ids,
+            "pad_id": self._pad_id,
+            "textless_ids": self._textless_ids.tolist(),
+        }
 
     def refresh_weights(self) -> None:
         """Do nothing: nothing is cached between runs."""

@@ -6,13 +6,16 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from rl_core.chat.prompts import PromptBuilder
 from rl_core.data.chat import ChatRenderer
 from rl_core.environments.agent import Agent, AgentEndpoint, AgentFailed
 from rl_core.environments.failed_episodes import FailedEpisode, format_error_trace
 from rl_core.errors import EnvironmentFault, RewardError, SettingsError
+from rl_core.inference.continuous_batching import ContinuousBatcher
+from rl_core.inference.engine import Engine
+from rl_core.inference.fallback_batching import FallbackBatcher
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.server_loop import ServerLoop, ServerLoopLimits
 from rl_core.inference.serving_requests import (
@@ -21,6 +24,7 @@ from rl_core.inference.serving_requests import (
     RequestProgress,
     RequestSlots,
 )
+from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.rollouts.agent_recorder import AgentSession
 from rl_core.rollouts.agent_server import AgentServer, CallGate, deliver_events
 from rl_core.settings import SamplingSettings
@@ -28,16 +32,6 @@ from rl_core.types import Rollout, StopReason
 
 _JOIN_S = 30.0  # for the agents' threads to end once the run stops
 _SLOTS_PER_AGENT = 2  # an agent may send requests side by side; more of them queue
-
-
-@runtime_checkable
-class RequestSlotsBackend(Protocol):
-    """A rollout backend that also answers single requests."""
-
-    def open_request_slots(
-        self, slots: int, context: int, wake: Callable[[], None]
-    ) -> RequestSlots:
-        """Open slots over the current weights; closed by their `release_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ class AgentTurn:
 
 def check_agent_backend(backend: RolloutBackend, sampling: SamplingSettings) -> None:
     """Refuse what agents cannot be played with. Raises: SettingsError."""
-    if not isinstance(backend, RequestSlotsBackend):
+    if not isinstance(backend, Engine | TransformersBackend):
         raise SettingsError(
             "rollouts.workers: environment 'agent' needs the policy in this process; an inference server cannot "
             "record its calls yet: set workers: in_process"
@@ -78,15 +72,17 @@ def play_agent_episodes(
     Raises: EnvironmentFault if too many failed; SettingsError as `check_agent_backend`; errors of the engine.
     """
     check_agent_backend(backend, sampling)
-    assert isinstance(backend, RequestSlotsBackend)
+    assert isinstance(backend, Engine | TransformersBackend)
     if not turns:
         return []
     players = _Players(environment, renderer, turns, sampling, backend.max_length)
     slots = min(sampling.slots, _SLOTS_PER_AGENT * players.num_threads)
+    batcher: Any = ContinuousBatcher if isinstance(backend, Engine) else FallbackBatcher
     opened: list[RequestSlots] = []
 
     def open_slots(wake: Callable[[], None]) -> RequestSlots:
-        opened.append(backend.open_request_slots(slots, players.context, wake))
+        options = backend.build_request_options()
+        opened.append(batcher(**options, slots=slots, context=players.context, wake=wake))
         return opened[-1]
 
     loop = ServerLoop(
@@ -212,7 +208,7 @@ class _Players:
             url,
             key,
             turn.sampling_seed % 2**31,
-            session.measure_own_seconds,
+            session.measure_agent_seconds,
             self._stopping.is_set,
             lambda: session.score,
             lambda: session.limit.value if session.limit is not None else "",

@@ -88,7 +88,7 @@ class PreparedCall:
 class _Clock:
     """Seconds in which no call was in flight."""
 
-    own_seconds: float = 0.0
+    agent_seconds: float = 0.0
     idle_since: float | None = None  # None = a call is in flight, or the agent has not begun
 
     def begin_idle(self) -> None:
@@ -96,12 +96,12 @@ class _Clock:
 
     def end_idle(self) -> None:
         if self.idle_since is not None:
-            self.own_seconds += time.monotonic() - self.idle_since
+            self.agent_seconds += time.monotonic() - self.idle_since
             self.idle_since = None
 
     def measure(self) -> float:
         since = self.idle_since
-        return self.own_seconds + (0.0 if since is None else time.monotonic() - since)
+        return self.agent_seconds + (0.0 if since is None else time.monotonic() - since)
 
 
 @dataclass(slots=True)
@@ -129,10 +129,10 @@ class AgentSession:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start_clock(self) -> None:
-        """Start to count the agent's own time."""
+        """Start to count the agent's computing time."""
         self._clock.begin_idle()
 
-    def measure_own_seconds(self) -> float:
+    def measure_agent_seconds(self) -> float:
         """Return the seconds since the start in which the agent did not wait for the policy."""
         with self._lock:
             return self._clock.measure()

@@ -48,7 +48,7 @@ MODEL_NAME = "policy"
 MAX_BODY_BYTES = 16 * 2**20
 _PATH = re.compile(r"/e/(\d+)(?:/v1)?/(chat/completions|reward|models(?:/[^/?]*)?)/?(?:\?.*)?")
 _READ_TIMEOUT_S = 3600.0  # for the rest of a request, and between two requests of a connection
-_POLL_S = 0.5  # between checks whether a waiting client has gone
+_POLL_S = 0.5  # between checks whether a waiting client has disconnected
 _END = b"0\r\n\r\n"  # of a chunked body
 
 _Event = RequestProgress | RequestEnded
@@ -170,10 +170,10 @@ class AgentServer(ThreadingHTTPServer):
 
     def find_session(self, number: int, authorization: str) -> AgentSession:
         """Return the session that address and key name. Raises: _Refused (401, 403)."""
-        scheme, _, given = authorization.partition(" ")
+        scheme, _, token = authorization.partition(" ")
         key, session = self._sessions.get(number, ("", None))
         is_right = scheme.lower() == "bearer" and hmac.compare_digest(
-            given.strip().encode(), key.encode()
+            token.strip().encode(), key.encode()
         )
         if session is None or not is_right:
             raise _Refused(
