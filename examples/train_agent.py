@@ -49,12 +49,12 @@ def score(task, calls, result):
     return float(result.stdout.strip() == task["answer"])
 
 
-def build_tasks(count=2000, seed=0):
+def build_tasks(count=16000, seed=0):
     """Build tasks: each has another table, and the messages of an agent to imitate, which is often careless."""
     draw = random.Random(seed)
     tasks = []
     for _ in range(count):
-        names = draw.sample(string.ascii_lowercase[:10], 6)
+        names = draw.sample(string.ascii_lowercase, 6)
         friends = dict(zip(names, [*names[1:], names[0]], strict=True))
         codes = {name: str(draw.randrange(10)) for name in names}
         table = {name: f"friend {friends[name]} code {codes[name]}" for name in names}
@@ -86,7 +86,7 @@ def build_environment():
     return rl_core.make_environment("agent", options)
 
 
-def imitate(environment, output, epochs=15, seed=0):
+def imitate(environment, output, epochs=2, seed=0):
     """Write a model that imitates the messages of the training tasks."""
     import rl_core
 
@@ -96,14 +96,19 @@ def imitate(environment, output, epochs=15, seed=0):
     settings = rl_core.ModelSettings(preset="tiny", vocab_size=300, context=256)
     model = rl_core.create_policy(texts, settings, seed=seed)
     settings = rl_core.SFTSettings(
-        epochs=epochs, batch_size=16, learning_rate=4e-3, schedule="cosine", eval_every=0
+        epochs=epochs,
+        batch_size=16,
+        learning_rate=4e-3,
+        warmup_steps=20,
+        schedule="cosine",
+        eval_every=0,
     )
     trainer = rl_core.sft(model, rows, heldout=0, settings=settings, seed=seed)
     trainer.run()
     trainer.save(output)
 
 
-def main(output="outputs/train_agent", iterations=40, epochs=15, seed=0):
+def main(output="outputs/train_agent", iterations=100, epochs=2, seed=0):
     import rl_core
 
     environment, output = build_environment(), Path(output)

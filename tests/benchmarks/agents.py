@@ -1,6 +1,6 @@
 """What an agent learns that is trained unchanged: seeds, success on held-out tasks before and after.
 
-    python tests/benchmarks/agents.py OUTPUT [--seeds 0 1 2] [--iterations 40] [--program]
+    python tests/benchmarks/agents.py OUTPUT [--seeds 0 1 2] [--iterations 100] [--program]
 
 The tasks are those of examples/train_agent.py. The agent is a Python function that does what the example's program
 does; with --program, the program itself, once for each episode. Every seed is one JSON line in OUTPUT/results.jsonl;
@@ -112,7 +112,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--program", action="store_true")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
