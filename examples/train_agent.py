@@ -71,13 +71,13 @@ def build_tasks(count=16000, seed=0):
     return tasks
 
 
-def build_environment():
+def build_environment(count=16000):
     """Build the environment: this file is the agent's program."""
     import rl_core
 
     options = {
         "command": f"python {Path(__file__).resolve()} agent",
-        "tasks": build_tasks(),
+        "tasks": build_tasks(count),
         "reward": score,
         "private": ["answer"],
         "demonstrations": "messages",
@@ -108,10 +108,10 @@ def imitate(environment, output, epochs=2, seed=0):
     trainer.save(output)
 
 
-def main(output="outputs/train_agent", iterations=100, epochs=2, seed=0):
+def main(output="outputs/train_agent", iterations=100, epochs=2, count=16000, seed=0):
     import rl_core
 
-    environment, output = build_environment(), Path(output)
+    environment, output = build_environment(count), Path(output)
     imitate(environment, output / "model", epochs, seed)
     settings = rl_core.PolicySettings(
         iterations=iterations,

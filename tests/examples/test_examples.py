@@ -108,7 +108,7 @@ def test_an_agent_is_trained_unchanged():
         if isinstance(node, ast.FunctionDef) and node.name == "run_agent"
     )
     assert "rl_core" not in ast.unparse(agent)
-    metrics = load_example("train_agent").main(iterations=2, epochs=1)
+    metrics = load_example("train_agent").main(iterations=2, epochs=1, count=300)
     assert list(metrics["train/failed_episodes"]) == [0.0, 0.0]
     assert metrics["train/success_rate"].notna().all()
 
