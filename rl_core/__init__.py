@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Toolset,
         make_environment,
     )
+    from rl_core.environments.agent import Agent, AgentCall, AgentClient, AgentResult
     from rl_core.environments.prompts import Prompts
     from rl_core.errors import (
         BackendError,
@@ -170,6 +171,10 @@ if TYPE_CHECKING:
 __all__ = [
     "ActionSpace",
     "ActorCritic",
+    "Agent",
+    "AgentCall",
+    "AgentClient",
+    "AgentResult",
     "NetworkSettings",
     "NetworkShape",
     "NetworkTraining",
@@ -334,6 +339,7 @@ _PUBLIC_NAMES = {
     "rl_core.cpu.openmp_spin": "free_processors",
     "rl_core.data.records": "RowSource",
     "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make_environment",
+    "rl_core.environments.agent": "Agent AgentCall AgentClient AgentResult",
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "

@@ -38,7 +38,7 @@ _PROXY_VARIABLES = (
     "HTTPS_PROXY",
     "ALL_PROXY",
 )
-_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 MAX_RESPONSE_BYTES = 256 * 2**20
 MAX_REPLY_BYTES = 64 * 2**20  # of a single request
 MAX_RETRY_WAIT_S = 60.0  # between two attempts
@@ -284,7 +284,7 @@ def exempt_loopback_from_proxies() -> None:
     text = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = [host.strip() for host in text.split(",") if host.strip()]
     if "*" not in hosts:
-        hosts += [host for host in _LOOPBACK_HOSTS if host not in hosts]
+        hosts += [host for host in LOOPBACK_HOSTS if host not in hosts]
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)
 
 

@@ -159,10 +159,9 @@ class Trajectory:
 class Rollout:
     """Sampled episode. Token ids are stored as sampled: they are never re-tokenised.
 
-    An episode whose history is rendered again (`model.history_thoughts: template`) has several contexts: at each of
-    `context_starts` begins another prompt, in which earlier turns appear as the chat template writes them; the tokens
-    after
-    it follow from that prompt alone.
+    An episode whose history is rendered again (`model.history_thoughts: template`), or whose agent has several
+    conversations, has several contexts: at each of `context_starts` begins another prompt, in which earlier turns
+    appear as the chat template writes them; the tokens after it follow from that prompt alone.
     """
 
     prompt_ids: list[int]  # [prompt tokens]
@@ -213,8 +212,9 @@ class Rollout:
         """Raise SettingsError if the rollout has several contexts, because `purpose` needs one sequence of tokens."""
         if self.context_starts:
             raise SettingsError(
-                f"model.history_thoughts: {purpose} takes one sequence of tokens an episode, and this chat template "
-                "renders earlier turns again; set it to keep"
+                f"model.history_thoughts: {purpose} takes one sequence of tokens an episode, and this one has several "
+                "contexts: the chat template renders earlier turns again (set it to keep), or an agent began further "
+                "conversations"
             )
 
     @property

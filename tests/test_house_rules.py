@@ -55,6 +55,7 @@ SHORT_MODULES = {
     "posttrain.training_service.process": "child process, run by -m",
     "rl_core.api.recipes.thoughts": "a stage imports its own recipe alone (stage keys)",
     "rl_core.data.tokenising_child": "child process, run as a file",
+    "rl_core.environments.agent_child": "child process, run as a file",
     "rl_core.environments.math_child": "child process, run as a file",
     "rl_core.environments.reasoning_gym_child": "child process, run as a file",
     "rl_core.references.process_main": "child process, run as a file",

@@ -32,7 +32,7 @@ LEVELS = {
         {"cpu", "user_code", "processes"},
         {"environments", "analysis", "data", "models", "capabilities", "trackers"},
         {"curriculum", "preferences", "rewards", "references"},
-        {"rollouts", "inference"},
+        {"chat", "rollouts", "inference"},
         {"evaluation", "probe", "readers", "rollout_workers"},
         {"training"},
         {"trainers", "thoughts", "networks"},

@@ -100,6 +100,7 @@ Look up every key of a pipeline's YAML file, one page for each kind of stage. To
 | `configs/gsm8k.yaml` | real questions with a calculator |
 | `configs/preferences.yaml` | a reward model on real preference pairs |
 | `configs/maze.yaml` | mazes seen one cell at a time |
+| `configs/agent.yaml` | your own agent, a program that asks the policy over HTTP ([guide](../agents.md)) |
 | `configs/curriculum.yaml` | exits by mean and slope, rollback, rewards that change by stage |
 | `configs/cartpole.yaml` | PPO of small networks on CartPole-v1, no language model |
 | `configs/thoughts.yaml` | thoughts before answers, tested for being genuine |

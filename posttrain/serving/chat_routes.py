@@ -14,10 +14,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from posttrain.serving.chat_prompts import ParsedAnswer
 from posttrain.serving.chat_responses import (
     ChatStreamResponse,
-    ResponseFormatter,
     build_chat_records,
     build_session_records,
     wait_for_disconnect,
@@ -25,10 +23,13 @@ from posttrain.serving.chat_responses import (
 from posttrain.serving.chat_server import ChatServer, find_chat_server
 from posttrain.serving.environment_sessions import EnvironmentSession, build_session_report
 from posttrain.serving.errors import ServingHTTPError
-from posttrain.serving.request_bodies import ChatBody, parse_json_body
+from posttrain.serving.request_bodies import ChatBody, convert_request_error, parse_json_body
 from posttrain.serving.served_model import EngineThread, PendingAnswers
 from posttrain.web.errors import HTTPError
 from posttrain.web.request_body import read_request_payload
+from rl_core.chat.prompts import ParsedAnswer
+from rl_core.chat.requests import ChatRequestError
+from rl_core.chat.responses import ResponseFormatter
 from rl_core.environments.tools import Toolset
 from rl_core.errors import PosttrainError
 from rl_core.inference.sampling import RolloutSequence, compute_sequence_seed
@@ -157,7 +158,12 @@ async def check_chat_request(
     tools: Toolset | None = None
     conversation: Conversation | None = None
     if body.environment is None:
-        prompt = await server.run_on_prompt_thread(prompts.build_prompt, body)
+        try:
+            prompt = await server.run_on_prompt_thread(
+                prompts.build_prompt, body.chat_messages, body.tool_schemas
+            )
+        except ChatRequestError as error:
+            raise convert_request_error(error) from None
         ids, tools, conversation = prompt.ids, prompt.tools, prompt.conversation
     assert server.model is not None
     formatter = ResponseFormatter(

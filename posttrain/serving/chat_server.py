@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.requests import Request
 
-from posttrain.serving.chat_prompts import PromptBuilder
 from posttrain.serving.environment_sessions import EnvironmentSessions
 from posttrain.serving.errors import ServingHTTPError
 from posttrain.serving.served_model import EngineThread, ServedModel
 from posttrain.web.signed_urls import UrlSigner
 from posttrain.web.tokens import has_bearer_token, split_authorization
+from rl_core.chat.prompts import PromptBuilder
 from rl_core.data.chat import ChatRenderer
 from rl_core.inference.server_loop import ServerLoopState
 from rl_core.inference.serving_requests import AnswerSink, FeedbackLabel, FeedbackSink, ServedAnswer

@@ -12,6 +12,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from posttrain.serving.errors import ServingHTTPError
 from posttrain.web.request_body import describe_first_error
+from rl_core.chat.requests import (
+    MAX_TOP_LOGPROBS,
+    TOOL_NAME_PATTERN,
+    ChatMessage,
+    ChatRequestError,
+    drop_ineffective_parameters,
+)
 from rl_core.settings.common import MIN_TEMPERATURE
 
 B = TypeVar("B", bound=BaseModel)
@@ -29,33 +36,7 @@ Temperature = Annotated[FiniteFloat, Field(ge=0, le=5), AfterValidator(_refuse_t
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_SEED = 2**63
-
-# OpenAI parameters that would change the answer: only the values that change nothing are accepted.
-_PARAMETERS_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "response_format": ({"type": "text"},),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-}
-# OpenAI parameters about accounts and storage, which this server does not have.
-_IGNORED_PARAMETERS = (
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-)
 
 
 class _StrictBody(BaseModel):
@@ -92,7 +73,7 @@ class MessageCall(_LenientBody):
     function: CalledFunction
 
 
-class ChatMessage(_LenientBody):
+class MessageBody(_LenientBody):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -108,11 +89,16 @@ class ChatMessage(_LenientBody):
             return "".join(part.text for part in self.content)
         return self.content or ""
 
+    def to_chat_message(self) -> ChatMessage:
+        """Return the message in the library's form."""
+        calls = [call.model_dump() for call in self.tool_calls or ()]
+        return ChatMessage(self.role, self.text, self.name, calls, self.tool_call_id)
+
 
 class FunctionBody(_LenientBody):
     """A tool's declaration: name, description, JSON schema of its arguments."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
+    name: Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]
     description: str = ""
     parameters: dict[str, Any] = {}
 
@@ -143,7 +129,7 @@ class ChatBody(_StrictBody):
     """A chat request. Extensions of OpenAI's format: top_k, min_p, deadline_seconds, environment, vote."""
 
     model: ShortText
-    messages: Annotated[list[ChatMessage], Field(max_length=10_000)]
+    messages: Annotated[list[MessageBody], Field(max_length=10_000)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
@@ -169,6 +155,18 @@ class ChatBody(_StrictBody):
     def stop_texts(self) -> tuple[str, ...]:
         """The stop texts as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def chat_messages(self) -> list[ChatMessage]:
+        """The messages in the library's form."""
+        return [message.to_chat_message() for message in self.messages]
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        return [tool.model_dump() for tool in self.tools or ()]
 
     @property
     def max_answer_tokens(self) -> int | None:
@@ -248,6 +246,11 @@ class UnloadAdapterBody(_StrictBody):
     lora_name: Name
 
 
+def convert_request_error(error: ChatRequestError) -> ServingHTTPError:
+    """Convert the refusal of a chat request to an error response."""
+    return ServingHTTPError(422, str(error), param=error.param, code=error.code)
+
+
 def parse_json_body(kind: type[B], body: bytes) -> B:
     """Parse and check the body of a request. Raises: ServingHTTPError (422) that names the field."""
     try:
@@ -263,7 +266,10 @@ def parse_json_body(kind: type[B], body: bytes) -> B:
     if not isinstance(parameters, dict):
         raise ServingHTTPError(422, "the body must be a JSON object")
     if kind is ChatBody:
-        text = json.dumps(_drop_ineffective_parameters(parameters))
+        try:
+            text = json.dumps(drop_ineffective_parameters(parameters))
+        except ChatRequestError as error:
+            raise convert_request_error(error) from None
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
@@ -271,17 +277,3 @@ def parse_json_body(kind: type[B], body: bytes) -> B:
         raise ServingHTTPError(
             422, f"{name or 'the body'}: {message}", param=name or None
         ) from None
-
-
-def _drop_ineffective_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Drop parameters that change nothing. Raises: ServingHTTPError for unsupported ones that would."""
-    effective = {}
-    for name, value in parameters.items():
-        if name in _PARAMETERS_WITHOUT_EFFECT:
-            if value is not None and value not in _PARAMETERS_WITHOUT_EFFECT[name]:
-                raise ServingHTTPError(
-                    422, f"{name}: is not supported here; leave it out", param=name
-                )
-        elif name not in _IGNORED_PARAMETERS:
-            effective[name] = value
-    return effective

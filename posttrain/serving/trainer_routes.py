@@ -18,8 +18,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from posttrain.serving.chat_prompts import PromptBuilder
-from posttrain.serving.chat_responses import MIN_LOGPROB
 from posttrain.serving.chat_routes import count_response, read_full_body, wait_for_answers
 from posttrain.serving.chat_server import ChatServer, find_chat_server
 from posttrain.serving.errors import ServingHTTPError
@@ -32,6 +30,8 @@ from posttrain.serving.request_bodies import (
     parse_json_body,
 )
 from posttrain.serving.weight_control import WeightController
+from rl_core.chat.prompts import PromptBuilder
+from rl_core.chat.responses import MIN_LOGPROB
 from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.inference.serving_requests import (
     AnswerSequence,

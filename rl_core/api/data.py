@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.formats import Row
@@ -36,6 +36,7 @@ from rl_core.data.token_cache import (
 )
 from rl_core.data.tokenising import TokenisationJob
 from rl_core.data.training_sequences import TokenRows, TrainingSequence
+from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
@@ -43,6 +44,8 @@ from rl_core.errors import DataError, SettingsError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# A function of (task, client), sync or async, its import path, or a command line.
+AgentSource = Callable[..., Any] | str
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,19 @@ def resolve_environment(
     prompts: RowSource | None,
     heldout_prompts: RowSource | None,
     system: str = "",
+    *,
+    agent: AgentSource | None = None,
+    requires_reward: bool = True,
 ) -> tuple[Environment, str]:
     """Return the environment to act in, and a digest of the prompts ("" without prompts).
 
-    Raises: SettingsError unless exactly one of the two is passed.
+    Args:
+        agent: plays the prompts, which are its tasks.
+        requires_reward: see `Agent`.
+    Raises: SettingsError unless exactly one of environment and prompts is passed.
     """
+    if agent is not None:
+        return _build_agent(agent, environment, prompts, heldout_prompts, system, requires_reward)
     if (environment is None) == (prompts is None):
         state = "both are given" if prompts is not None else "neither is given"
         raise SettingsError(f"environment, prompts: {state}; pass one of them")
@@ -88,6 +99,25 @@ def resolve_environment(
         return Prompts(rows.rows, (), system=system), rows.digest
     heldout = _read_prompts(heldout_prompts)
     return Prompts(rows.rows, heldout.rows, system=system), rows.digest + heldout.digest
+
+
+def _build_agent(
+    agent: AgentSource,
+    environment: Environment | None,
+    tasks: RowSource | None,
+    heldout: RowSource | None,
+    system: str,
+    requires_reward: bool,
+) -> tuple[Environment, str]:
+    """Build the environment of an agent and its tasks. Raises: SettingsError."""
+    if environment is not None or tasks is None or system:
+        raise SettingsError(
+            "agent: takes its tasks from prompts (a file or rows), and no environment or system message; options of "
+            "the agent are those of rl_core.Agent, which is passed as the environment"
+        )
+    heldout = 0 if heldout is None else heldout
+    built = Agent(agent, tasks, heldout=heldout, requires_reward=requires_reward)
+    return built, built.digest
 
 
 def _read_prompts(source: RowSource) -> PromptRows | Records:

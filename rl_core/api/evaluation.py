@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.api.custom_functions import RewardSource, parse_reward
-from rl_core.api.data import check_prompt_lengths, resolve_environment
+from rl_core.api.data import AgentSource, check_prompt_lengths, resolve_environment
 from rl_core.api.policy import ModelSource, Policy, load_policy
 from rl_core.data.records import RowSource, read_prompts
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -34,6 +34,7 @@ def evaluate(
     model: ModelSource,
     environment: Environment | None = None,
     *,
+    agent: AgentSource | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
     settings: EvaluationSettings | Mapping[str, Any] | None = None,
@@ -43,6 +44,7 @@ def evaluate(
     """Play held-out episodes of an environment, or answer prompts, and summarise with 95% intervals.
 
     Args:
+        agent: plays the prompts, which are its tasks; see `policy_gradient`.
         prompts: rows, a JSONL or a Parquet file, instead of an environment. Without settings, or if `episodes` are as
             many, all of them are answered.
         reward: scores the episodes instead of the environment (`reward_mean`); success is still the environment's, and
@@ -53,7 +55,9 @@ def evaluate(
     """
     takes_all = settings is None
     settings = build_settings(settings or {}, EvaluationSettings)
-    environment, _ = resolve_environment(environment, prompts, prompts, system)
+    environment, _ = resolve_environment(
+        environment, prompts, prompts, system, agent=agent, requires_reward=reward is None
+    )
     rewards = None
     if reward is not None:
         reward_spec = parse_reward(reward)

@@ -17,7 +17,7 @@ from rl_core.api.custom_functions import (
     apply_reward_spec,
     parse_reward,
 )
-from rl_core.api.data import check_prompt_lengths, resolve_environment
+from rl_core.api.data import AgentSource, check_prompt_lengths, resolve_environment
 from rl_core.api.evaluation import build_validator
 from rl_core.api.policy import (
     ModelSource,
@@ -73,6 +73,7 @@ def grpo(
     model: ModelSource,
     *,
     environment: Environment | None = None,
+    agent: AgentSource | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
     loss: FunctionSource | None = None,
@@ -99,6 +100,7 @@ def grpo(
     return policy_gradient(
         model,
         environment=environment,
+        agent=agent,
         prompts=prompts,
         reward=reward,
         loss=loss,
@@ -118,6 +120,7 @@ def ppo(
     model: ModelSource,
     *,
     environment: Environment | None = None,
+    agent: AgentSource | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
     loss: FunctionSource | None = None,
@@ -141,6 +144,7 @@ def ppo(
     return policy_gradient(
         model,
         environment=environment,
+        agent=agent,
         prompts=prompts,
         reward=reward,
         loss=loss,
@@ -160,6 +164,7 @@ def policy_gradient(
     model: ModelSource,
     *,
     environment: Environment | None = None,
+    agent: AgentSource | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
     loss: FunctionSource | None = None,
@@ -176,15 +181,14 @@ def policy_gradient(
     """Train a policy on the rewards of its rollouts, with the algorithm in `settings.algorithm`.
 
     Args:
-        model: folder, hub name, ModelSettings or a dict of them (for adapters, dtype, device), (model, tokenizer) pair,
-            or policy.
+        model: folder, hub name, (model, tokenizer) pair, policy, ModelSettings or a dict of them (adapters, device).
         environment: what the policy acts in; instead of `prompts`, which it answers in a single turn.
+        agent: your agent, which plays `prompts` as its tasks: a function of (task, client) or a command (agents.md).
         prompts: a file of rows with a `prompt` (text or messages; JSONL, JSON array, Parquet, CSV) or a folder of them,
             or a list of rows or texts. All other columns reach the reward function by name.
         reward: a function that takes a list of `Trajectory`, and columns of the rows by name, and returns one number
-            for each (a TRL reward function works unchanged); a component's name; several of them; or a mapping from
-            them to weights. It replaces the environment's reward, which is the component "task". None = the
-            environment's, or `settings.rewards`.
+            for each (a TRL reward function works unchanged); a component's name; several; or a mapping from them to
+            weights. It replaces the environment's reward, the component "task". None = it, or `settings.rewards`.
         loss: your policy loss, which replaces the algorithm's: a function of tensors or its import path (see
             docs/bring-your-own.md); bind its options with `functools.partial`.
         advantages: your advantage estimator, which replaces the comparison of rewards; likewise.
@@ -200,7 +204,9 @@ def policy_gradient(
     """
     settings = resolve_settings(settings, PolicySettings)
     settings, custom_functions = apply_custom_functions(settings, loss=loss, advantages=advantages)
-    environment, prompts_digest = resolve_environment(environment, prompts, heldout_prompts, system)
+    environment, prompts_digest = resolve_environment(
+        environment, prompts, heldout_prompts, system, agent=agent, requires_reward=reward is None
+    )
     reward_spec = _resolve_reward_spec(reward, reward_model, settings, environment)
     settings = apply_reward_spec(settings, reward_spec)
     functions = reward_spec.functions if reward_spec is not None else {}
@@ -209,10 +215,9 @@ def policy_gradient(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     recent = _build_recent_rollouts(folder)
-    reference = _load_reference(model, policy, settings)
     recipe = build_policy_gradient_recipe(
         policy,
-        reference,
+        _load_reference(model, policy, settings),
         environment,
         settings,
         seed,

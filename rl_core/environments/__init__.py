@@ -37,6 +37,7 @@ SHIPPED_ENVIRONMENTS = {
     "reasoning_gym": "rl_core.environments.reasoning_gym_tasks:ReasoningGym",
     "prompts": "rl_core.environments.prompts:Prompts",
     "verifiers": "rl_core.environments.verifiers_tasks:Verifiers",
+    "agent": "rl_core.environments.agent:Agent",
 }
 
 

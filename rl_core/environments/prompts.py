@@ -166,7 +166,7 @@ class Prompts(Environment):
         self._check_values_are_plain(all_rows)
         if path is None:
             self._refuse_unusable_rows()
-        self.levels = _list_levels([read_field(row, level) for row in all_rows], level)
+        self.levels = list_row_levels([read_field(row, level) for row in all_rows], level)
         self._seeds: dict[tuple[str, str], list[int]] = {
             (split, row_level): [] for split in self._rows for row_level in self.levels
         }
@@ -525,7 +525,7 @@ def _build_toolset(sources: str | list[Any] | None, mcp: dict[str, Any] | None) 
     return Toolset(tools)
 
 
-def _list_levels(levels: Sequence[Any], column: str) -> tuple[str, ...]:
+def list_row_levels(levels: Sequence[Any], column: str) -> tuple[str, ...]:
     """List the distinct levels of rows, in order; DEFAULT_LEVEL if no row has one.
 
     Raises: DataError if only some rows have one.

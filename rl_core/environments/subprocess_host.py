@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,12 @@ class ChildPool(ProcessPool["_ChildProcess"]):
             raise ChildFailed(reply["error"])
         self.missing_sandbox_parts = reply["value"]["missing"]
         for part, reason in self.missing_sandbox_parts.items():
-            _warn_about_missing_part(part, reason)
+            warn_about_missing_part(part, reason)
 
 
 @functools.lru_cache(maxsize=64)
-def _warn_about_missing_part(part: str, reason: str) -> None:
+def warn_about_missing_part(part: str, reason: str) -> None:
+    """Warn once that the sandbox of child processes lacks a part on this machine."""
     logger.warning(
         "the sandbox of child processes is incomplete, %s: %s (docs/reliability.md)", part, reason
     )
@@ -213,7 +215,7 @@ class _ChildProcess:
         """Raise ChildFailed if the child and its descendants use too much memory; measured on Linux only."""
         if self._memory_bytes is None:
             return
-        memory = _measure_memory(self._process.pid)
+        memory = read_process_table().sum_tree_memory(self._process.pid)
         if memory > self._memory_bytes:
             raise ChildFailed(
                 f"its processes use {memory / 2**30:.1f} GiB together, above memory_gib"
@@ -229,18 +231,29 @@ class _ChildProcess:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _measure_memory(pid: int) -> int:
-    """Measure the private memory of a process and its descendants, in bytes."""
-    parents: dict[int, int] = {}
-    private_bytes: dict[int, int] = {}
+@dataclass(frozen=True, slots=True)
+class ProcessTable:
+    """Parent and private memory of every process of this machine, by its id."""
+
+    parents: dict[int, int]
+    private_bytes: dict[int, int]
+
+    def sum_tree_memory(self, pid: int) -> int:
+        """Sum the private memory of a process and its descendants, in bytes."""
+        members, newer = {pid}, {pid}
+        while newer:
+            newer = {number for number, parent in self.parents.items() if parent in newer} - members
+            members |= newer
+        return sum(self.private_bytes.get(number, 0) for number in members)
+
+
+def read_process_table() -> ProcessTable:
+    """Read the table of all processes; on Linux only, elsewhere it is empty."""
+    table = ProcessTable({}, {})
     for status in Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
             number = int(status.parent.name)
-            parents[number] = int(fields["PPid"])
-            private_bytes[number] = 1024 * int(fields.get("RssAnon", "0 kB").split()[0])
-    members, newer = {pid}, {pid}
-    while newer:
-        newer = {number for number, parent in parents.items() if parent in newer} - members
-        members |= newer
-    return sum(private_bytes.get(number, 0) for number in members)
+            table.parents[number] = int(fields["PPid"])
+            table.private_bytes[number] = 1024 * int(fields.get("RssAnon", "0 kB").split()[0])
+    return table

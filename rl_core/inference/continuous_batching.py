@@ -104,6 +104,11 @@ class ContinuousBatcher(SlotTable):
         return min(self._slots, self._fit.limit or self._slots)
 
     @property
+    def is_batch_independent(self) -> bool:
+        """True if a request's numbers do not depend on the other slots, bit for bit."""
+        return self._decoder.can_append_tokens
+
+    @property
     def free(self) -> int:
         """Requests that can be started or resumed."""
         return self.capacity - sum(request is not None for request in self._sequences)

@@ -396,7 +396,7 @@ class Engine:
         limit_openmp_spin()
         self.max_length = min(max_length, find_row_limit(model) or max_length)
         self._model = model
-        self._pad_id = pad_id
+        self._pad_id, self._textless_ids = pad_id, textless_ids
         self._decoder = Decoder(model, textless_ids, autocast)
         # its limit is the number of slots decoded together
         self._fit = MemoryFit("slots of the rollout engine", _MEMORY_ADVICE)
@@ -444,6 +444,15 @@ class Engine:
         with self._hold_cache(), use_merged_weights(self._model):
             self._decoder.bind_weights()
             yield self._decoder
+
+    def build_request_options(self) -> dict[str, Any]:
+        """Build arguments of a `ContinuousBatcher` over this engine's model."""
+        return {
+            "model": self._model,
+            "eos_ids": np.flatnonzero(self._is_eos).tolist(),
+            "pad_id": self._pad_id,
+            "textless_ids": self._textless_ids,
+        }
 
     def build_run_options(self) -> dict[str, Any]:
         """Build this engine's arguments for an `EngineRun`."""

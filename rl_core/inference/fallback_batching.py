@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from rl_core.inference.sampling import (
 )
 from rl_core.inference.serving_requests import RequestProgress, ServedRequest, TopTokens
 from rl_core.inference.transformers_backend import BackendRow
+from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.lora import unwrap_model
 
 if TYPE_CHECKING:
@@ -58,7 +60,9 @@ class FallbackBatcher:
         """See `ContinuousBatcher`."""
         check_weights(model)
         self.capacity = slots
-        self._model, self._context, self._wake = model.eval(), context, wake
+        self._stack = ExitStack()
+        self._stack.enter_context(use_eval_mode(model))
+        self._model, self._context, self._wake = model, context, wake
         self._eos_ids = frozenset(eos_ids)
         self._textless_ids = torch.tensor(
             sorted(textless_ids), dtype=torch.int64, device=model.device
@@ -68,6 +72,11 @@ class FallbackBatcher:
         self._newest_logits_option = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
         self._active: dict[ServedRequest, _FallbackRequest] = {}
         self._paused: dict[ServedRequest, _FallbackRequest] = {}
+
+    @property
+    def is_batch_independent(self) -> bool:
+        """See `ContinuousBatcher.is_batch_independent`: each request is decoded separately."""
+        return True
 
     @property
     def free(self) -> int:
@@ -132,6 +141,7 @@ class FallbackBatcher:
     def release_memory(self) -> None:
         """See `ContinuousBatcher.release_memory`."""
         self._active.clear()
+        self._stack.close()
 
     def step(self) -> tuple[list[ServedRequest], list[RequestProgress]]:
         """See `ContinuousBatcher.step`."""

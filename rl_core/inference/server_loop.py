@@ -235,13 +235,15 @@ class ServerLoop:
 
     def serve_until_closed(self) -> None:
         """Serve until `close`."""
-        while not self._is_closed:
-            self._woken.clear()
-            if not self.step():
-                self._woken.wait(_POLL_S)
-        self._fail_all_requests(EngineFault("the server is stopping"))
-        for weights in self._weights:
-            weights.slots.release_memory()
+        try:
+            while not self._is_closed:
+                self._woken.clear()
+                if not self.step():
+                    self._woken.wait(_POLL_S)
+        finally:
+            self._fail_all_requests(EngineFault("the server is stopping"))
+            for weights in self._weights:
+                weights.slots.release_memory()
 
     def step(self) -> bool:
         """Let requests leave and join, and decode once; return False if there was nothing to do."""

@@ -197,6 +197,7 @@ class RequestSlots(Protocol):
     is_empty: bool
     requests: list[ServedRequest]
     can_step: bool
+    is_batch_independent: bool
 
     def list_held_requests(self) -> list[tuple[ServedRequest, int]]:
         """List requests in slots with the tokens sampled since each took its slot."""

@@ -83,6 +83,15 @@ class TransformersBackend:
         """Set the tokens that end an action."""
         self._eos_ids = frozenset(eos_ids)
 
+    def build_request_options(self) -> dict[str, Any]:
+        """Build arguments of a `FallbackBatcher` over this backend's model."""
+        return {
+            "model": self._model,
+            "eos_ids": self._eos_ids,
+            "pad_id": self._pad_id,
+            "textless_ids": self._textless_ids.tolist(),
+        }
+
     def refresh_weights(self) -> None:
         """Do nothing: nothing is cached between runs."""
 

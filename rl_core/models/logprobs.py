@@ -236,8 +236,8 @@ def check_contexts(model: PreTrainedModel) -> None:
         and not (decision := check_sequence_packing(base)).allowed
     ):
         raise SettingsError(
-            "model.history_thoughts: template gives episodes of several contexts, which this model cannot be trained "
-            f"on: {decision.reason}; set it to keep, or choose another attention"
+            "model.history_thoughts: template, or an agent with several conversations, gives episodes of several "
+            f"contexts, which this model cannot be trained on: {decision.reason}; choose another attention"
         )
 
 

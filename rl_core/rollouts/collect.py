@@ -14,6 +14,7 @@ import numpy as np
 from rl_core.data.batches import DataOrder
 from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
+from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
 from rl_core.environments.step_pool import StepPool
@@ -21,6 +22,7 @@ from rl_core.environments.tool_schemas import build_argument_schema, build_examp
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, compute_sequence_seed
+from rl_core.rollouts.agent_episodes import AgentTurn, play_agent_episodes
 from rl_core.rollouts.episode_sequence import EpisodeRequest, EpisodeSequence, Renderer
 from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import inject_fault
@@ -175,6 +177,18 @@ def play_groups(
     Failed episodes are passed to `on_failure` and left out of their groups.
     Raises: as `collect_rollouts`.
     """
+    if isinstance(environment, Agent):
+        return _play_agent_groups(
+            environment,
+            backend,
+            renderer,
+            plans,
+            group_size=group_size,
+            sampling=sampling,
+            seed=seed,
+            policy_version=policy_version,
+            on_failure=on_failure,
+        )
     with ExitStack() as stack:
         pool = None
         if environment.blocking:
@@ -200,6 +214,51 @@ def play_groups(
     ]
 
 
+def _play_agent_groups(
+    environment: Agent,
+    backend: RolloutBackend,
+    renderer: Renderer,
+    plans: Sequence[GroupPlan],
+    *,
+    group_size: int,
+    sampling: SamplingSettings,
+    seed: int,
+    policy_version: int,
+    on_failure: Callable[[FailedEpisode], None],
+) -> list[RolloutGroup]:
+    """Play groups whose episodes are run by the user's agent; see `play_groups`."""
+    if not isinstance(renderer, ChatRenderer):
+        raise SettingsError("environment 'agent' needs a tokenizer with a chat format")
+    turns = [
+        AgentTurn(
+            plan.request.level,
+            plan.request.seed,
+            sample,
+            _compute_episode_seed(seed, environment, plan, sample),
+        )
+        for plan in plans
+        for sample in range(group_size)
+    ]
+    rollouts = play_agent_episodes(
+        environment,
+        backend,
+        renderer,
+        turns,
+        sampling=sampling,
+        policy_version=policy_version,
+        on_failure=on_failure,
+    )
+    groups = [rollouts[start : start + group_size] for start in range(0, len(turns), group_size)]
+    return [RolloutGroup([row for row in group if row is not None]) for group in groups]
+
+
+def _compute_episode_seed(seed: int, environment: Environment, plan: GroupPlan, sample: int) -> int:
+    request = plan.request
+    return compute_sequence_seed(
+        seed, environment.name, request.level, request.seed, plan.first + sample
+    )
+
+
 def build_group(
     environment: Environment,
     renderer: Renderer,
@@ -214,9 +273,7 @@ def build_group(
     """Build the sequences of one group, each with its own random numbers."""
     sequences = []
     for sample in range(group_size):
-        key = compute_sequence_seed(
-            seed, environment.name, plan.request.level, plan.request.seed, plan.first + sample
-        )
+        key = _compute_episode_seed(seed, environment, plan, sample)
         sequences.append(
             kind(environment, renderer, plan.request, sampling, pool, key, sample, on_failure)
         )

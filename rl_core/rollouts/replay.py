@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment, Episode, Step, call_with_time_limit
 from rl_core.environments.failed_episodes import FailedEpisode, format_error_trace
-from rl_core.errors import EnvironmentFault
+from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.rewards.user_function import RewardFunction, RewardSignature
 from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
 from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
@@ -56,7 +57,13 @@ def replay_episode(
         recorded: a failed episode, or the trajectory of a successful one.
         rewards: by name. Each function gets this trajectory alone, even if it originally got a batch.
         timeout_s: per call.
+    Raises: SettingsError for episodes of agents.
     """
+    if isinstance(environment, Agent):
+        raise SettingsError(
+            "episodes of environment 'agent' cannot be replayed: its agent plays them; the record holds the end of its "
+            "log, its turns and the opening messages"
+        )
     failed = recorded if isinstance(recorded, FailedEpisode) else None
     trajectory = failed.trajectory if failed is not None else recorded
     assert isinstance(trajectory, Trajectory)

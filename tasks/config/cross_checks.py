@@ -214,6 +214,7 @@ def check_combinations(
         *(_Finding(problem, (("model",),)) for problem in check_rollouts(settings, check_servers)),
         *(_Finding(problem, ()) for problem in check_user_code(settings, import_code)),
         *_check_environment(settings, import_code),
+        *_check_agent(settings),
         *_check_rewards(settings, import_code),
         *(_Finding(problem, about) for problem, about in check_curriculum(settings.stages.policy)),
         *(_Finding(problem, (problem.key[:-1],)) for problem in check_memory(settings)),
@@ -376,10 +377,17 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     from rl_core.environments import list_environment_code, make_environment  # imports torch
 
     name, options = settings.environment.name, dict(settings.environment.options)
-    if not import_code and list_environment_code(name, options):
+    if name == "agent" and not import_code:  # all but its functions can be checked
+        if {*list_environment_code(name, options)} - {options.pop("reward", None)}:
+            return
+    elif not import_code and list_environment_code(name, options):
         return
     path = options.get("path")
-    if name == "prompts":
+    if name == "agent":
+        tasks = options.get("tasks")
+        if isinstance(tasks, str) and not Path(tasks).exists():
+            return  # machine_checks reports it; the tasks define the levels
+    elif name == "prompts":
         if isinstance(path, str) and not Path(path).exists() and options.get("revision") is None:
             return  # machine_checks reports it; the rows define the levels
     elif isinstance(path, str) and not Path(path).is_file():
@@ -413,6 +421,39 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
             ("environment",),
         )
     yield from _check_levels(settings, known_levels)
+
+
+def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
+    """Refuse what cannot be combined with episodes that the user's agent plays."""
+    if settings.environment.name != "agent":
+        return
+    stages, about = settings.stages, ("environment", "name")
+    if stages.thoughts is not None:
+        text = "is not supported with environment 'agent': its thoughts are those of the environment's own turns"
+        yield _build_finding(("stages", "thoughts"), text, about)
+    for name in ("policy", "distill"):
+        stage = getattr(stages, name)
+        if stage is None:
+            continue
+        rollouts, key = stage.rollouts, ("stages", name, "rollouts")
+        if rollouts.workers == "server":
+            text = (
+                "'server' is not supported with environment 'agent', whose calls are answered and recorded by the "
+                "policy in the trainer's process; set workers: in_process or ray"
+            )
+            yield _build_finding((*key, "workers"), text, about)
+        if rollouts.max_staleness:
+            text = (
+                f"{rollouts.max_staleness} is not supported with environment 'agent', whose episodes alternate with "
+                "updates; set it to 0"
+            )
+            yield _build_finding((*key, "max_staleness"), text, about)
+    for name in ("policy", "distill", "evaluate"):
+        stage = getattr(stages, name)
+        sampling = getattr(stage, "sampling", None)
+        if sampling is not None and sampling.repetition_penalty != 1:
+            text = "is not supported with environment 'agent'; set it to 1"
+            yield _build_finding(("stages", name, "sampling", "repetition_penalty"), text, about)
 
 
 def _check_prompt_rewards(policy: PolicySettings) -> Iterator[_Finding]:

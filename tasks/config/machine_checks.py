@@ -29,6 +29,7 @@ from rl_core.models.named_models import is_hub_gguf_file, list_named_models
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings
 from rl_core.settings.base import replace_unchecked
 from rl_core.settings.common import PRESETS
+from rl_core.user_code.load import is_import_path
 from tasks import stage_registry
 from tasks.config.problems import ConfigProblem, Key, join_key
 from tasks.config.settings import PipelineSettings
@@ -186,13 +187,19 @@ def _find_data_files(data: DataSettings | None, finder: _FileFinder) -> dict[Key
 def _find_environment_files(
     environment: EnvironmentSettings, finder: _FileFinder
 ) -> dict[Key, str]:
-    """Find an environment's data file, its option `path`; `prompts` also accepts a folder, and a held-out file."""
+    """Find an environment's data file, its option `path`; `prompts` also accepts a folder, and a held-out file.
+
+    The files of `agent` are those of its tasks.
+    """
     paths: dict[Key, str] = {}
     options = environment.options
     accepts_folder = environment.name == "prompts"
-    for name in ("path", "heldout") if accepts_folder else ("path",):
+    names = ("path", "heldout") if accepts_folder else ("path",)
+    for name in ("tasks", "heldout") if environment.name == "agent" else names:
         path = options.get(name)
         if not isinstance(path, str) or (accepts_folder and options.get("revision") is not None):
+            continue
+        if environment.name == "agent" and is_import_path(path):
             continue
         key = ("environment", "options", name)
         advice = _DOWNLOAD_HINTS.get(environment.name, "")

@@ -17,6 +17,7 @@ import functools
 import hashlib
 import json
 import re
+import shlex
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ ALWAYS_INCLUDED_MODULES = (
     "tasks.pipeline.stage",
     "tasks.pipeline.stage_worker",
 )  # seeds, threads, hand-over
-ENVIRONMENT_FILES = ("path", "heldout")  # options of environments that name data files
+ENVIRONMENT_FILES = ("path", "heldout", "tasks")  # options of environments that name data files
 LAZY_PACKAGES = ("rl_core",)  # its strings name the whole public API, for lazy imports
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -241,7 +242,18 @@ def digest_environment_files(pipeline: PipelineSettings) -> dict[str, str]:
         option = pipeline.environment.options.get(name)
         if isinstance(option, str) and Path(option).exists():
             digests[name] = digest_input(Path(option))
+    command = pipeline.environment.options.get("command")
+    for word in _split_command(command) if isinstance(command, str) else ():
+        if Path(word).is_file():  # the agent's script
+            digests[f"command {word}"] = digest_file(Path(word))
     return digests
+
+
+def _split_command(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # validation reports it
+        return []
 
 
 def _digest_user_content(

@@ -34,7 +34,7 @@ def test_every_example_is_tested():
     names = {path.stem for path in EXAMPLES.glob("*.py")} | {
         path.name for path in EXAMPLES.glob("*.ipynb")
     }
-    assert len(names) == 12
+    assert len(names) == 13
     for name in names - {"service_grpo", "service_preferences", "service_client"}:
         assert f'"{name}"' in tests
     of_service = Path(__file__).parents[1] / "posttrain" / "training_service"
@@ -97,6 +97,20 @@ def test_tools_of_an_mcp_server():
     pytest.importorskip("mcp", reason="the extra mcp is not installed")
     metrics = load_example("mcp_tools").main()
     assert metrics["tool/calls"].mean() > 0.5  # it has learned to ask the server
+
+
+def test_an_agent_is_trained_unchanged():
+    """A few iterations: `tests/benchmarks/agents.py` measures what it learns."""
+    source = (EXAMPLES / "train_agent.py").read_text()
+    agent = next(
+        node
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.name == "run_agent"
+    )
+    assert "rl_core" not in ast.unparse(agent)
+    metrics = load_example("train_agent").main(iterations=2, epochs=1, count=300)
+    assert list(metrics["train/failed_episodes"]) == [0.0, 0.0]
+    assert metrics["train/success_rate"].notna().all()
 
 
 def run_notebook(name):

@@ -11,10 +11,10 @@ import pytest
 from helpers.serving import TOKEN, offline_answer, running_server
 from helpers.waiting import wait_for
 
-from posttrain.serving.chat_prompts import PromptBuilder
-from posttrain.serving.chat_responses import TextStream
 from posttrain.serving.chat_server import FeedbackJournal
 from posttrain.serving.request_bodies import ChatBody, ToolBody
+from rl_core.chat.prompts import PromptBuilder
+from rl_core.chat.responses import TextStream
 from rl_core.environments import make_environment
 from rl_core.inference.engine import create_rollout_backend
 from rl_core.inference.sampling import compute_sequence_seed
@@ -137,7 +137,7 @@ def build_prompt(served, *messages, tools=None, style="template"):
     model = served.server.model
     builder = PromptBuilder(model.renderer, 2000, style)
     body = ChatBody(model="small", messages=list(messages), tools=tools)
-    return builder, builder.build_prompt(body)
+    return builder, builder.build_prompt(body.chat_messages, body.tool_schemas)
 
 
 def test_tools_are_called_as_environments_declare_them(served):
@@ -164,9 +164,8 @@ def test_tools_are_called_as_environments_declare_them(served):
     opening = {"role": "user", "content": "colour at row 2 column 3?"}
     call_message = {"role": "assistant", "content": None, "tool_calls": parsed.calls}
     result = {"role": "tool", "tool_call_id": parsed.calls[0]["id"], "content": "5 red"}
-    continued = builder.build_prompt(
-        ChatBody(model="small", messages=[opening, call_message, result], tools=schema)
-    )
+    body = ChatBody(model="small", messages=[opening, call_message, result], tools=schema)
+    continued = builder.build_prompt(body.chat_messages, body.tool_schemas)
     renderer = served.server.model.renderer
     conversation = [
         opening,
@@ -175,12 +174,8 @@ def test_tools_are_called_as_environments_declare_them(served):
     ]
     assert continued.ids == renderer.encode_history_prompt(conversation)
     new_builder, _ = build_prompt(served, opening, tools=schema)  # as after a restart
-    assert (
-        new_builder.build_prompt(
-            ChatBody(model="small", messages=[opening, call_message, result], tools=schema)
-        ).ids
-        == continued.ids
-    )
+    rebuilt = new_builder.build_prompt(body.chat_messages, body.tool_schemas)
+    assert rebuilt.ids == continued.ids
     _, instructed = build_prompt(served, opening, tools=schema, style="instructions")
     system = {"role": "system", "content": prompt.tools.instructions()}
     assert instructed.ids == renderer.encode_history_prompt([system, opening])

@@ -487,7 +487,8 @@ def test_readers_of_one_sequence_refuse_several(engine_rollouts):
         MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
     with pytest.raises(
-        SettingsError, match=r"^model.history_thoughts: template gives episodes of several contexts"
+        SettingsError,
+        match=r"^model.history_thoughts: template, or an agent .* gives episodes of several contexts",
     ):
         check_contexts(mamba)
 

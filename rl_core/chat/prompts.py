@@ -8,12 +8,11 @@ import re
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.serving.errors import ServingHTTPError
-from posttrain.serving.request_bodies import ChatBody, ChatMessage
+from rl_core.chat.requests import ChatMessage, ChatRequestError
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.chat_template import renders_tools
 from rl_core.environments.tools import Tool, Toolset
@@ -23,6 +22,15 @@ from rl_core.types import Conversation, Message, ToolCall
 _MAX_RENDERERS = 64  # cached renderers with tools
 _MAX_REMEMBERED_CALLS = 10_000  # answers with calls whose text is remembered
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """Messages of a request as the chat template gets them, and the renderer that has the request's tools."""
+
+    renderer: ChatRenderer
+    tools: Toolset | None  # that the answer may call
+    conversation: Conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,11 @@ class ParsedAnswer:
     call_error: str | None = None  # the text is a call that could not be read: why
 
 
+def create_call_id() -> str:
+    """Create a random id of a tool call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 class PromptBuilder:
     """Builder of prompts for one tokenizer; thread-safe, one prompt at a time."""
 
@@ -51,9 +64,17 @@ class PromptBuilder:
         renderer: ChatRenderer,
         context: int,
         style: Literal["template", "instructions", "read"] = "template",
+        setting: str = "serving.context",
     ) -> None:
-        """Prepare the renderer. `context`: the most tokens of prompt plus answer. `style`: see `serving.tools`."""
+        """Prepare the renderer.
+
+        Args:
+            context: the most tokens of prompt plus answer.
+            style: see `serving.tools`.
+            setting: that sets the context, for messages.
+        """
         self.renderer, self._context, self._style = renderer, context, style
+        self._setting = setting
         self._takes_tools = renders_tools(renderer.template.with_tools(()))
         # Characters of the longest token.
         self._longest = max(map(len, renderer.tokenizer.get_vocab()), default=1)
@@ -64,42 +85,94 @@ class PromptBuilder:
             self._build_tool_renderer
         )
 
-    def build_prompt(self, body: ChatBody) -> ChatPrompt:
-        """Build the prompt of a request. Raises: ServingHTTPError (422)."""
-        num_characters = sum(len(message.text) for message in body.messages)
+    def build_prompt(
+        self, messages: Sequence[ChatMessage], schemas: Sequence[Mapping[str, Any]]
+    ) -> ChatPrompt:
+        """Build the prompt of a request.
+
+        Args:
+            schemas: of the tools that the answer may call.
+        Raises: ChatRequestError.
+        """
+        rendered = self.render_messages(messages, schemas)
+        ids = self.encode_prompt(rendered)
+        return ChatPrompt(ids, rendered.tools, rendered.conversation)
+
+    def render_messages(
+        self, messages: Sequence[ChatMessage], schemas: Sequence[Mapping[str, Any]]
+    ) -> RenderedChat:
+        """Convert the messages of a request; see `build_prompt`."""
+        num_characters = sum(len(message.text) for message in messages)
         if num_characters > self._context * self._longest:
             raise self._build_length_error(f"more than {self._context} tokens")
         try:
             with self._lock:
-                return self._render_prompt(body)
+                return self._render_messages(messages, schemas)
+        except ChatRequestError:
+            raise
         except (DataError, SettingsError) as error:
-            raise ServingHTTPError(422, f"messages: {error}", param="messages") from None
+            raise ChatRequestError(f"messages: {error}", param="messages") from None
 
-    def _render_prompt(self, body: ChatBody) -> ChatPrompt:
-        schemas: list[dict[str, Any]] = []
-        if body.tool_choice != "none":
-            schemas = [tool.model_dump() for tool in body.tools or ()]
+    def encode_prompt(self, rendered: RenderedChat) -> list[int]:
+        """Return the tokens of all messages and the header of the answer. Raises: ChatRequestError."""
+        try:
+            with self._lock:
+                ids = rendered.renderer.encode_history_prompt(rendered.conversation.messages)
+        except (DataError, SettingsError) as error:
+            raise ChatRequestError(f"messages: {error}", param="messages") from None
+        return self.check_prompt_length(ids)
+
+    def extend_context(
+        self, rendered: RenderedChat, num_known: int, context_ids: Sequence[int]
+    ) -> list[int] | None:
+        """Return the tokens of a context and the messages after it, up to the header of the answer.
+
+        Args:
+            num_known: messages that the context holds, in front of the new ones.
+            context_ids: tokens of the context, up to the end of the policy's last turn.
+        Returns: None if the chat template rewrites earlier turns, so that the prompt does not begin with the context.
+        Raises: ChatRequestError.
+        """
+        new_messages = rendered.conversation.messages[num_known:]
+        renderer = rendered.renderer
+        try:
+            with self._lock:
+                if not renderer.needs_history_rewrite(new_messages):
+                    ids = [*context_ids, *renderer.observation_ids(new_messages)]
+                else:
+                    ids = renderer.encode_history_prompt(rendered.conversation.messages)
+                    if ids[: len(context_ids)] != list(context_ids):
+                        return None
+        except (DataError, SettingsError) as error:
+            raise ChatRequestError(f"messages: {error}", param="messages") from None
+        return self.check_prompt_length(ids)
+
+    def check_prompt_length(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a prompt that leaves room for an answer. Raises: ChatRequestError."""
+        if len(ids) >= self._context:
+            raise self._build_length_error(f"{len(ids)} tokens")
+        return ids
+
+    def _render_messages(
+        self, messages: Sequence[ChatMessage], schemas: Sequence[Mapping[str, Any]]
+    ) -> RenderedChat:
         tools = _build_toolset(schemas) if schemas else None
         if tools is not None:
             tools.follow_template(self.renderer.template.tool_source)
-        messages = [self._convert_message(message, tools) for message in body.messages]
+        converted = [self._convert_message(message, tools) for message in messages]
         renderer, template_tools = self.renderer, list[dict[str, Any]]()
         if tools is not None and self._style == "template" and self._takes_tools:
             renderer = self._tool_renderers(json.dumps(schemas, sort_keys=True))
-            template_tools = schemas
+            template_tools = [dict(schema) for schema in schemas]
         elif tools is not None and self._style == "instructions":
-            messages = _insert_tool_instructions(messages, tools.instructions())
-        if not messages:
-            raise ServingHTTPError(422, "messages: there are none", param="messages")
-        ids = renderer.encode_history_prompt(messages)
-        if len(ids) >= self._context:
-            raise self._build_length_error(f"{len(ids)} tokens")
-        return ChatPrompt(ids, tools, Conversation(messages, template_tools))
+            converted = _insert_tool_instructions(converted, tools.instructions())
+        if not converted:
+            raise ChatRequestError("messages: there are none", param="messages")
+        return RenderedChat(renderer, tools, Conversation(converted, template_tools))
 
-    def _build_length_error(self, length: str) -> ServingHTTPError:
-        return ServingHTTPError(
-            422,
-            f"messages: {length}; a prompt and its answer have {self._context} together (serving.context)",
+    def _build_length_error(self, length: str) -> ChatRequestError:
+        return ChatRequestError(
+            f"messages: {length}; a prompt and its answer have {self._context} together ({self._setting})",
             param="messages",
             code="context_length_exceeded",
         )
@@ -122,11 +195,11 @@ class PromptBuilder:
             converted["name"] = message.name
         if not message.tool_calls or role != "assistant":
             return converted
-        text = self._call_texts.get(message.tool_calls[0].id)
+        text = self._call_texts.get(message.tool_calls[0]["id"])
         if text is not None:
             converted["content"] = text
             return converted
-        calls = [_parse_tool_call(call.model_dump()) for call in message.tool_calls]
+        calls = [_parse_tool_call(call) for call in message.tool_calls]
         if tools is not None and not self._takes_tools:
             # The server was restarted and forgot the text: format the calls as a policy trained here does.
             tool_calls = [
@@ -144,7 +217,9 @@ class PromptBuilder:
         """Decode a single token; bytes that are no character and lone surrogates become U+FFFD."""
         return _SURROGATE.sub("\ufffd", self.renderer.decode_ids([token]))
 
-    def parse_answer(self, text: str, tools: Toolset | None) -> ParsedAnswer:
+    def parse_answer(
+        self, text: str, tools: Toolset | None, create_id: Callable[[], str] = create_call_id
+    ) -> ParsedAnswer:
         """Parse the tool calls of an answer; without valid calls the answer is its text, with what is wrong in them."""
         try:
             tool_calls = tools.parse_all(text) if tools is not None else []
@@ -154,7 +229,7 @@ class PromptBuilder:
             return ParsedAnswer(text, [])
         calls: list[dict[str, Any]] = [
             {
-                "id": f"call_{secrets.token_hex(12)}",
+                "id": create_id(),
                 "type": "function",
                 "function": {
                     "name": call.name,

@@ -1,0 +1,1 @@
+"""OpenAI's chat format: requests to prompts, sampled tokens to responses; for the chat server and for agents."""

@@ -1,0 +1,323 @@
+"""One run of an agent's command: in a new folder, confined, with limits of time and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_core.environments.agent_child import START_FAILED
+from rl_core.environments.subprocess_host import (
+    ProcessTable,
+    read_process_table,
+    warn_about_missing_part,
+)
+from rl_core.errors import SettingsError
+from rl_core.json_client import LOOPBACK_HOSTS
+from rl_core.processes.children import kill_group, signal_group, start_child, wait_or_kill
+
+logger = logging.getLogger(__name__)
+
+_CHILD = Path(__file__).with_name("agent_child.py")
+_POLL_S = 0.2  # between checks of the limits
+_MEMORY_POLL_S = 1.0  # between measurements of memory
+_GRACE_S = 1.0  # for an agent to end after SIGTERM
+MAX_OUTPUT = 2**20  # characters of stdout and stderr that are read, from the end
+_MAX_VARIABLE = 100_000  # bytes of one environment variable; Linux allows 131,072
+# Environment variables passed to an agent: no tokens, keys, server addresses or folders.
+_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")
+
+
+def resolve_command(command: str) -> list[str]:
+    """Return a command's words, with files of the current folder by their absolute paths.
+
+    `python` is the Python of this process unless PATH names another one first.
+    Raises: SettingsError for an empty command, or a program that does not exist.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise SettingsError(f"options.command: {command!r}: {error}") from None
+    if not words:
+        raise SettingsError("options.command: is empty")
+    words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in words]
+    if shutil.which(words[0], path=build_program_path()) is None:
+        raise SettingsError(
+            f"options.command: there is no program '{words[0]}', neither in the current folder nor on PATH"
+        )
+    is_python = re.fullmatch(r"python[\d.]*", Path(words[0]).name) is not None
+    scripts = words[1:2] if is_python else []
+    if scripts and scripts[0].endswith(".py") and not Path(scripts[0]).is_file():
+        raise SettingsError(
+            f"options.command: no such file: {Path(scripts[0]).absolute()}; paths are relative to the folder in "
+            "which posttrain is run"
+        )
+    return words
+
+
+def build_program_path() -> str:
+    """Build the PATH of agents: the folder of this Python first."""
+    folder = str(Path(sys.executable).parent)
+    return os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+
+
+def build_task_variables(task: Mapping[str, Any]) -> dict[str, str]:
+    """Build environment variables of a task: TASK as JSON, and TASK_NAME for each text or number."""
+    variables = {"TASK": json.dumps(task, ensure_ascii=False, default=str)}
+    for name, value in task.items():
+        if isinstance(value, str | int | float):
+            key = re.sub(r"\W", "_", str(name), flags=re.ASCII).upper()
+            variables[f"TASK_{key}"] = str(value)
+    return {
+        name: value
+        for name, value in variables.items()
+        if "\0" not in value and len(value.encode("utf-8", "replace")) < _MAX_VARIABLE
+    }
+
+
+class AgentFolder:
+    """The folders of one episode: `work` for the agent; outside it, its outputs and scratch space."""
+
+    def __init__(self, task: Mapping[str, Any]) -> None:
+        """Create the folders, and task.json in the agent's."""
+        self._root = Path(tempfile.mkdtemp(prefix="posttrain-agent-"))
+        self.work, self.scratch = self._root / "work", self._root / "scratch"
+        self.report = self._root / "sandbox.json"
+        self.stdout, self.stderr = self._root / "stdout", self._root / "stderr"
+        for folder in (self.work, self.scratch):
+            folder.mkdir()
+        self.report.touch()
+        self.task = self.work / "task.json"
+        self.task.write_text(json.dumps(task, ensure_ascii=False, default=str))
+        if os.geteuid() == 0:  # the sandbox switches to a user that owns nothing
+            self._root.chmod(0o755)
+            self.work.chmod(0o777)
+            self.task.chmod(0o666)
+            self.report.chmod(0o666)
+
+    def read_output(self, path: Path) -> str:
+        """Return the end of an output; "" if there is none."""
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - MAX_OUTPUT))
+            return file.read(MAX_OUTPUT).decode(errors="replace")
+        return ""
+
+    def remove(self) -> None:
+        """Remove everything."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
+
+class AgentLimitExceeded(Exception):
+    """An agent was killed at a limit; the message names it."""
+
+
+class AgentCommand:
+    """A command that is started once for each episode."""
+
+    def __init__(
+        self,
+        command: str,
+        *,
+        memory_gib: float,
+        sandbox: bool,
+        readable: Sequence[str],
+        variables: Sequence[str],
+    ) -> None:
+        """Check the command.
+
+        Args:
+            memory_gib: memory of the agent and its descendants together.
+            sandbox: False = it runs with the rights of this process.
+            readable: files and folders that a confined agent may read besides the system's, Python's and the current
+                folder's.
+            variables: names of further environment variables that are passed on.
+        Raises: SettingsError.
+        """
+        self.words = resolve_command(command)
+        self._memory_bytes, self._has_sandbox = memory_gib * 2**30, sandbox
+        self._readable, self._variables = list(readable), (*_VARIABLES, *variables)
+        for path in self._readable:
+            if not Path(path).exists():
+                raise SettingsError(f"options.readable: {path} does not exist")
+
+    def run_once(
+        self,
+        folder: AgentFolder,
+        variables: Mapping[str, str],
+        find_exceeded_limit: Callable[[], str],
+    ) -> int:
+        """Run the command to its end and return its exit code; all its processes end with it.
+
+        Args:
+            variables: of this episode.
+            find_exceeded_limit: returns why the agent is to be killed; "" = it may continue.
+        Raises: AgentLimitExceeded.
+        """
+        options = {
+            "folder": str(folder.work),
+            "report": str(folder.report),
+            "sandbox": self._build_sandbox_options(folder) if self._has_sandbox else None,
+        }
+        child = [sys.executable, "-I", "-S", str(_CHILD), json.dumps(options), *self.words]
+        with folder.stdout.open("wb") as stdout, folder.stderr.open("wb") as stderr:
+            process = start_child(
+                child,
+                stdout=stdout.fileno(),
+                stderr=stderr.fileno(),
+                folder=folder.work,
+                environment=self._build_environment(folder, variables),
+                death_signal=signal.SIGKILL,
+            )
+        try:
+            self._wait_for_end(process, find_exceeded_limit)
+        except AgentLimitExceeded:
+            signal_group(process, signal.SIGTERM)
+            wait_or_kill(process, _GRACE_S, whole_group=True)
+            raise
+        finally:
+            kill_group(process)
+        self._warn_about_sandbox(folder)
+        return process.returncode
+
+    def _wait_for_end(
+        self, process: subprocess.Popen[bytes], find_exceeded_limit: Callable[[], str]
+    ) -> None:
+        with contextlib.ExitStack() as stack:
+            wait = _open_waiter(process, stack)
+            next_measurement = time.monotonic() + _MEMORY_POLL_S
+            while not wait(_POLL_S):
+                if reason := find_exceeded_limit():
+                    raise AgentLimitExceeded(reason)
+                if time.monotonic() < next_measurement:
+                    continue
+                next_measurement = time.monotonic() + _MEMORY_POLL_S
+                memory = _read_recent_process_table().sum_tree_memory(process.pid)
+                if memory > self._memory_bytes:
+                    raise AgentLimitExceeded(
+                        f"its processes use {memory / 2**30:.1f} GiB together, above options.memory_gib"
+                    )
+
+    def _build_environment(
+        self, folder: AgentFolder, variables: Mapping[str, str]
+    ) -> dict[str, str]:
+        environment = {name: os.environ[name] for name in self._variables if name in os.environ}
+        environment |= {
+            "PATH": build_program_path(),
+            "PYTHONPATH": _build_import_path(),
+            "PYTHONHASHSEED": "0",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HOME": str(folder.scratch),
+            "TMPDIR": str(folder.scratch),
+            "TASK_FILE": str(folder.task),
+        }
+        return environment | exempt_loopback(environment) | dict(variables)
+
+    def _build_sandbox_options(self, folder: AgentFolder) -> dict[str, Any]:
+        readable = [*self._readable, *_list_project_paths()]
+        readable += [str(Path(word).parent) for word in self.words if Path(word).is_absolute()]
+        return {
+            "folder": str(folder.scratch),
+            "memory_gib": None,  # of address space, of which some programs reserve far more than they use
+            "network": True,  # the policy answers on the loopback address
+            "readable": [*readable, str(_CHILD.parent)],
+            "writable": [str(folder.work), str(folder.report)],
+        }
+
+    def _warn_about_sandbox(self, folder: AgentFolder) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for part, reason in json.loads(folder.report.read_text()).items():
+                warn_about_missing_part(part, reason)
+
+
+def describe_exit(code: int) -> str:
+    """Describe an exit code, or the signal that ended a process."""
+    if code == START_FAILED:
+        return "it could not be started"
+    number = (
+        -code if code < 0 else code - 128
+    )  # beyond 128 as shells and the sandbox report signals
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(number).name}"
+    return f"exit code {code}"
+
+
+def exempt_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables with which HTTP clients reach loopback addresses without the proxies of an environment."""
+    text = environment.get("no_proxy") or environment.get("NO_PROXY") or ""
+    hosts = [host.strip() for host in text.split(",") if host.strip()]
+    hosts += [host for host in LOOPBACK_HOSTS if host not in hosts]
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), ",".join(hosts))
+
+
+def _open_waiter(
+    process: subprocess.Popen[bytes], stack: contextlib.ExitStack
+) -> Callable[[float], bool]:
+    """Return a function that waits some seconds for the end of a process and returns whether it has ended."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # other systems than Linux
+
+        def wait_by_polling(seconds: float) -> bool:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+            return process.poll() is not None
+
+        return wait_by_polling
+    stack.callback(os.close, descriptor)
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+
+    def wait(seconds: float) -> bool:
+        return bool(poller.poll(seconds * 1000)) and process.wait() is not None
+
+    return wait
+
+
+def _build_import_path() -> str:
+    """Build the PYTHONPATH of agents; their Python may be another one, so installed packages are not on it."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([*(path for path in paths if path), os.getcwd()])
+
+
+@functools.cache
+def _list_project_paths() -> list[str]:
+    """List what a confined agent needs of this installation: Python's folders, and the current one's visible entries.
+
+    Hidden entries of the current folder are left out, because they may hold secrets.
+    """
+    current = os.getcwd()
+    paths = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]
+    paths += [path for path in sys.path if path and os.path.abspath(path) != current]
+    paths += [entry.path for entry in os.scandir(current) if not entry.name.startswith(".")]
+    return [os.path.abspath(path) for path in paths]
+
+
+_table_lock = threading.Lock()
+_recent_table: tuple[float, ProcessTable] | None = None
+
+
+def _read_recent_process_table() -> ProcessTable:
+    """Return a table of all processes that is at most one interval old: one scan serves all agents."""
+    global _recent_table
+    with _table_lock:
+        now = time.monotonic()
+        if _recent_table is None or now - _recent_table[0] > _MEMORY_POLL_S / 2:
+            _recent_table = now, read_process_table()
+        return _recent_table[1]
