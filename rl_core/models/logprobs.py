@@ -336,9 +336,9 @@ def iter_next_token_logprobs(
         states = compute_prefix_states(base, batch, needed_BS)
     else:
         logits_BSV = base(**build_model_inputs(base, batch), use_cache=False).logits
-        states = PrefixStates.from_padded(logits_BSV.reshape(*mask_BS.shape, -1))
+        states = PrefixStates.from_padded(logits_BSV.reshape(*batch.loss_mask_BS.shape, -1))
     size = int(base.config.get_text_config().vocab_size)
-    chunk = chunk_tokens or compute_chunk_tokens(mask_BS.device.type, size)
+    chunk = chunk_tokens or compute_chunk_tokens(batch.loss_mask_BS.device.type, size)
     for indices_C in positions_N.split(chunk):
         states_CX = states.select(indices_C)
         if is_plain_head:

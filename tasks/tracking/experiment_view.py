@@ -116,7 +116,11 @@ def _build_stage_view(stage: str) -> dict[str, Any]:
     sections = [
         {**section, "name": section["name"].removesuffix(_UNFOLD_HINT)} for section in others
     ]
-    newest = {"searchFilter": f"tags.stage = '{stage}'", "orderByKey": _RUN_NAME_SORT_KEY, "orderByAsc": True}
+    newest = {
+        "searchFilter": f"tags.stage = '{stage}'",
+        "orderByKey": _RUN_NAME_SORT_KEY,
+        "orderByAsc": True,
+    }
     return view | newest | {"compareRunSections": [*sections, results]}
 
 
