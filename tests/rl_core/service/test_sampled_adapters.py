@@ -1,5 +1,7 @@
 """Samplers with different adapters in one batch: tokens and log-probabilities are bitwise those of each alone."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from helpers.service import bits, make_base, make_engine, new_run
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rl_core.capabilities import check_slot_adapters
+from rl_core.cpu import packed_gemm
 from rl_core.errors import ServiceError
 from rl_core.inference.engine import Engine
 from rl_core.service.requests import CreateModel, CreateSampler, SampleParameters, SampleRequest
@@ -114,10 +117,13 @@ def test_a_sampler_in_a_batch_is_the_sampler_alone(
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 0.1)])
-def test_adapters_by_slot_are_the_merged_weights_to_rounding(base_folder, dtype, bound):
-    """Compare the log-probabilities of samples with transformers' pass over the merged weights."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_by_slot_are_the_merged_weights_to_rounding(base_folder, dtype):
+    """Compare the log-probabilities of samples with transformers' pass over the merged weights, in float32: an adapter
+    is not rounded to the base's bfloat16.
+    """
     engine = build_engine(base_folder, list(RUNS), dtype=dtype)
+    is_rounded = dtype == "bfloat16" and packed_gemm.load_bf16_products().kernel != "widened"
     for name in RUNS:
         request = SampleRequest(
             sampler_id=name,
@@ -130,10 +136,14 @@ def test_adapters_by_slot_are_the_merged_weights_to_rounding(base_folder, dtype,
         base, weights = engine._load_base_model("base"), engine._find_sampler(name).weights
         for sequence in answer.sequences:
             ids = torch.tensor([[5, 9, 23, 4, *sequence.tokens.tolist()]])
-            with base.swap_weights(weights.merge_weights()) as model, torch.no_grad():
-                log_p = torch.log_softmax(model(ids).logits[0, 3:-1].float() / 0.7, -1)
+            model = copy.deepcopy(base.model).float()
+            for layer, update in weights.adapter.items():
+                linear = model.get_submodule(layer)
+                linear.weight.data = update.add_to_weight(linear.weight.data)
+            with torch.no_grad():
+                log_p = torch.log_softmax(model(ids).logits[0, 3:-1] / 0.7, -1)
             expected = log_p.gather(1, ids[0, 4:, None])[:, 0].numpy()
-            assert np.abs(sequence.logprobs - expected).max() < bound
+            assert np.abs(sequence.logprobs - expected).max() < (0.2 if is_rounded else 1e-5)
 
 
 def test_an_error_in_one_adapter_affects_only_it(base_folder):

@@ -4,12 +4,31 @@ import copy
 
 import pytest
 import torch
-from helpers.letters import comparable, make_trainer, sample_with, weights, weights_of
+from helpers.letters import (
+    Letters,
+    comparable,
+    make_trainer,
+    sample_with,
+    weights,
+    weights_of,
+)
+from helpers.worker_cluster import compiled_model
 
+from rl_core.api.policy import Policy
+from rl_core.api.recipes.policy_gradient import build_policy_gradient_recipe
+from rl_core.capabilities import decoding
+from rl_core.cpu import packed_gemm
+from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SamplerMismatch
 from rl_core.models import causal_lm
-from rl_core.settings import LoraSettings, ModelSettings, NumericsGateSettings, SamplingSettings
+from rl_core.settings import (
+    LoraSettings,
+    ModelSettings,
+    NumericsGateSettings,
+    PolicySettings,
+    SamplingSettings,
+)
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.training.loop import run_loop
 
@@ -110,6 +129,33 @@ def test_a_healthy_sampler_agrees_to_rounding(tokenizer, lora):
     trainer = build_trainer(tokenizer, lora=lora)
     actual = [trainer.step()["policy/numerics_difference"] for _ in range(4)]
     assert max(actual) < 1e-4 and max(actual) >= 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float32, "bfloat16"), (torch.bfloat16, "none")]
+)
+def test_bfloat16_rollouts_agree_within_its_bound(tokenizer, dtype, autocast):
+    """The recipe's sampler packs the weights in bfloat16 where the processor allows."""
+    model = compiled_model(tokenizer).to(dtype)
+    settings = PolicySettings(
+        rewards={"task": 1.0},
+        autocast=autocast,
+        prompts_per_iteration=6,
+        group_size=6,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        numerics=NumericsGateSettings(every=1),
+        sampling=AT_07,
+    )
+    policy = Policy(model, tokenizer, ChatRenderer(tokenizer))
+    trainer = build_policy_gradient_recipe(policy, None, Letters(), settings, 7).trainer
+    assert trainer.backend._decoder._autocast == autocast
+    if packed_gemm.load_bf16_products() is not None:
+        assert decoding.check_fused_step(model, autocast=autocast).allowed
+        assert trainer.backend._decoder.dtype == torch.float32
+        assert decoding.packs_in_bfloat16(model, autocast)
+    differences = [trainer.step()["policy/numerics_difference"] for _ in range(3)]
+    assert 1e-5 < max(differences) < 0.1
 
 
 def test_a_log_probability_that_is_no_number_is_refused(tokenizer):
