@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
 import gpu
@@ -313,25 +314,41 @@ def test_every_curve_has_an_expectation():
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     """With a tiny model: what it would do on a GPU, so that an hour there is not lost to a name."""
     arguments = ["--output", str(tmp_path), "--device", "cpu", "--size", "tiny", "--steps", "1"]
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--parts", "decode,sft,grpo"])
+    parts = [part for part in gpu.BUDGETS if part not in ("smoke", "trl_sft", "backends")]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--parts", ",".join(parts)])
     gpu.main()
     results = json.loads((tmp_path / "gpu.json").read_text())
-    (decode,) = results["decode"]
-    # 4 rows, prompt 8, completion 16; 128 numbers of keys and values a token; 106,816 weights but for the embedding
-    read = 2 * (16 * 106_816 + 4 * 128 * sum(range(8, 24)))
-    seconds = 4 * 16 / decode["tokens_per_s"]
+    assert not [name for name, result in results.items() if "failed" in result]
+    (decode,) = results["decode"]["runs"]
+    # 4 rows, prompt 8, completion 16; 128 numbers of keys and values a token; 106,880 weights
+    read = 2 * (16 * 106_880 + 4 * 128 * sum(range(8, 24)))
     assert decode["of_the_bound"] == pytest.approx(
-        read / seconds / results["limits"]["read_bytes_per_s"]
+        read / decode["seconds"] / results["limits"]["copy_bytes_per_s"]
     )
-    assert (
-        results["sft"]["loss"] == pytest.approx(math.log(512), abs=0.15)
-        and results["sft"]["in_rollouts"] == 0
-    )
+    sft, numerics = results["sft"], results["numerics"]
+    assert sft["loss"] == pytest.approx(math.log(512), abs=0.15) and sft["in_rollouts"] == 0
     assert 0 < results["grpo"]["in_rollouts"] < 1 and results["grpo"]["mfu"] > 0
+    assert numerics["float32"]["largest"] < 1e-3 < abs(numerics["float32"]["mean_logprob"])
+    assert results["resume"]["equal"] and results["profile"]["kernels"]
+    assert "left_out" in results["reads"]
     assert (
         "| grpo |" in (tmp_path / "gpu.md").read_text()
         and "| rollouts, 4 rows |" in capsys.readouterr().out
     )
+
+
+def test_a_part_of_the_gpu_benchmark_that_fails_or_hangs_ends_no_other(tmp_path, monkeypatch):
+    arguments = ["--output", str(tmp_path), "--device", "cpu", "--size", "tiny", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--parts", "decode,sft,limits"])
+    monkeypatch.setattr(gpu.Bench, "decode", lambda self: time.sleep(60))
+    monkeypatch.setattr(gpu.Bench, "sft", lambda self: {}["nothing"])
+    monkeypatch.setitem(gpu.BUDGETS, "decode", 1.0)
+    gpu.main()
+    results = json.loads((tmp_path / "gpu.json").read_text())
+    assert results["decode"]["failed"] == "TimeoutError: more than 1 s"
+    assert results["sft"]["failed"] == "KeyError: 'nothing'"
+    assert results["limits"]["matrix_flops"] > 0
+    assert "`decode` failed: TimeoutError" in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
