@@ -6,6 +6,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# bfloat16 is tested on every processor, also where runs compute in float32 because it is faster there
+os.environ.setdefault("POSTTRAIN_BFLOAT16", "1")
 os.environ.pop(
     "COLUMNS", None
 )  # set in the workers of pytest-xdist; output that goes to no terminal is not wrapped

@@ -116,7 +116,10 @@ def list_states() -> Names:
     names |= {f"{name}: {path}" for name, paths in keys.items() for path in paths - common}
     for state in states.values():
         names |= {f"weights: {path}" for path in list_fields(state, keep_names=True) if "." in path}
-    return dict.fromkeys(names, "")
+    # only where weights are packed in digits, on processors with AMX
+    return dict.fromkeys(
+        (name for name in names if not name.endswith("perf/float_weight_share")), ""
+    )
 
 
 def list_tracking_names() -> Names:

@@ -40,6 +40,7 @@ from rl_core.inference.sampling import (
 )
 from rl_core.inference.slot_table import MAX_COMPILED_STEPS, SlotTable
 from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.models.forward_modes import resolve_autocast
 from rl_core.models.lora import use_merged_weights
 from rl_core.models.routed_adapters import Adapter
 from rl_core.out_of_memory import (
@@ -364,6 +365,7 @@ def create_rollout_backend(
         textless_ids: tokens that are never sampled (`token_ids.find_textless_ids`).
         autocast: precision in which the trainer multiplies by float32 weights; copies of weights on a CPU follow it.
     """
+    autocast = resolve_autocast(autocast, next(model.parameters()).device.type)
     if decoding.check_rollout_decoder(model).allowed:
         return Engine(
             model,

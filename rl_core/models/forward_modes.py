@@ -7,6 +7,9 @@ or give both passes the masks of the same seed.
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,20 +21,62 @@ from torch.nn.modules.dropout import _DropoutNd
 from rl_core.models.lora import unwrap_model
 from rl_core.types import AutocastPrecision
 
+logger = logging.getLogger(__name__)
+
 _UNUSED_HEADS = ("classifier", "summary")  # rates of heads that no trainer uses
 
 
 def enable_autocast(
     precision: AutocastPrecision, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Return a context in which matrix products run in bfloat16 if requested; weights keep their dtype.
+    """Return a context in which matrix products run in bfloat16 if requested and worth it (`resolve_autocast`);
+    weights keep their dtype.
 
     Casts are not cached: each weight is cast once per pass anyway, and a cast cached under no_grad would cut the
     gradient of a later pass in the same context where torch does not guard against it.
     """
-    if precision == "none":
+    if resolve_autocast(precision, device.type) == "none":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+
+def resolve_autocast(precision: AutocastPrecision, device_type: str) -> AutocastPrecision:
+    """Return the precision that a device computes in: float32 on a processor for which torch has no bfloat16 kernels.
+
+    There a bfloat16 product takes many times as long as a float32 one. POSTTRAIN_BFLOAT16=1 computes in bfloat16
+    anyway, as to reproduce the rounding of another machine.
+    """
+    if precision == "none" or device_type != "cpu" or has_bfloat16_kernels():
+        return precision
+    _explain_float32()
+    return "none"
+
+
+def has_bfloat16_kernels() -> bool:
+    """Return whether torch has fast matrix products in bfloat16 for this processor (AVX-512 or AMX)."""
+    if os.environ.get("POSTTRAIN_BFLOAT16") == "1":
+        return True
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def warn_about_slow_weights(model: nn.Module) -> None:
+    """Log a warning if a model in half precision is about to be trained on a processor that is slow at it."""
+    dtypes = {weight.dtype for weight in model.parameters() if weight.device.type == "cpu"}
+    if dtypes & {torch.bfloat16, torch.float16} and not has_bfloat16_kernels():
+        logger.warning(
+            "model.dtype: torch has no half-precision kernels for this processor (%s), so training takes many times "
+            "as long as with dtype: float32, which needs 2 bytes more for each weight",
+            torch.backends.cpu.get_cpu_capability(),
+        )
+
+
+@functools.cache
+def _explain_float32() -> None:
+    logger.warning(
+        "autocast: bfloat16 is off: torch has no bfloat16 kernels for this processor (%s), and float32 is faster; "
+        "POSTTRAIN_BFLOAT16=1 computes in bfloat16 anyway",
+        torch.backends.cpu.get_cpu_capability(),
+    )
 
 
 def has_dropout(model: nn.Module) -> bool:

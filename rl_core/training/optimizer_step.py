@@ -24,7 +24,13 @@ from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFinite
 from rl_core.losses.host_reads import DeferredChecks, defer_checks, read_scalars
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.cuda_defaults import uses_tf32
-from rl_core.models.forward_modes import enable_autocast, has_dropout, use_training_mode
+from rl_core.models.forward_modes import (
+    enable_autocast,
+    has_dropout,
+    resolve_autocast,
+    use_training_mode,
+    warn_about_slow_weights,
+)
 from rl_core.models.trainable_weights import collect_trainable_weights, load_trainable_weights
 from rl_core.out_of_memory import (
     copy_to_host,
@@ -135,6 +141,7 @@ class OptimizerStep:
         self.learning_rate_scale = 1.0  # of the whole schedule; a rollback reduces it
         # Padded tokens of a micro-batch that fit in memory; None = memory never ran out.
         self.max_tokens: int | None = None
+        warn_about_slow_weights(model)
         self.sharded = ShardedModel(model, process_group)
         self.master_weights = MasterWeights(model)
         if settings.activation_checkpointing:
@@ -157,9 +164,10 @@ class OptimizerStep:
     @property
     def computes_in_bfloat16(self) -> bool:
         """True if matrix products are computed in bfloat16, by autocast or because of the weights' dtype."""
-        if self.settings.autocast == "bfloat16":
+        weight = self.master_weights.first_weight
+        if resolve_autocast(self.settings.autocast, weight.device.type) == "bfloat16":
             return True
-        return self.master_weights.first_weight.dtype == torch.bfloat16
+        return weight.dtype == torch.bfloat16
 
     @property
     def computes_in_float32(self) -> bool:
