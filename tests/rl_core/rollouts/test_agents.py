@@ -524,7 +524,8 @@ def test_a_reward_of_trajectories_needs_no_other():
         client.chat([{"role": "user", "content": task["prompt"]}], max_tokens=5)
 
     def reward(trajectories, answer):
-        return [float(text) for text in answer]
+        lengths = [len(trajectory.turns[-1].action) for trajectory in trajectories]
+        return [1000 * float(text) + length for text, length in zip(answer, lengths, strict=True)]
 
     tasks = [{"prompt": "a", "answer": "2"}, {"prompt": "b", "answer": "2"}]
     settings = rl_core.PolicySettings(
@@ -537,7 +538,7 @@ def test_a_reward_of_trajectories_needs_no_other():
         build_policy(preset="nano"), agent=run, prompts=tasks, reward=reward, settings=settings
     )
     training.run()
-    assert list(training.metrics()["reward/mean"]) == [2.0]
+    assert training.metrics()["reward/mean"].iloc[0] >= 2000
     with pytest.raises(SettingsError, match="agent: takes its tasks from prompts"):
         rl_core.grpo(build_policy(preset="nano"), agent=run)
 
