@@ -216,12 +216,8 @@ for stream in (False, True):
     assert json.loads(calls[0]["function"]["arguments"]) == {"name": "a"}, calls
 print(json.dumps({"reward": 1, "id": calls[0]["id"]}))
 """
-    rollouts = [
-        play(build_agent(tmp_path, code, reward=None), policy, max_completion_tokens=200)
-        for _ in range(2)
-    ]
-    if any(row[0].trajectory.stop_reason != "terminated" for row in rollouts):
-        pytest.skip("the model did not end its answer")
+    agent = build_agent(tmp_path, code, reward=None)
+    rollouts = [play(agent, policy, max_completion_tokens=200, stop=("lookup",)) for _ in range(2)]
     ((first,), (second,)) = rollouts
     assert not first.context_starts and first.trajectory.turns[0].observation == "7"
     assert first.trajectory.turns[0].tool_call.arguments == {"name": "a"}
@@ -524,7 +520,8 @@ def test_a_reward_of_trajectories_needs_no_other():
         client.chat([{"role": "user", "content": task["prompt"]}], max_tokens=5)
 
     def reward(trajectories, answer):
-        return [float(text) for text in answer]
+        lengths = [len(trajectory.turns[-1].action) for trajectory in trajectories]
+        return [1000 * float(text) + length for text, length in zip(answer, lengths, strict=True)]
 
     tasks = [{"prompt": "a", "answer": "2"}, {"prompt": "b", "answer": "2"}]
     settings = rl_core.PolicySettings(
@@ -537,7 +534,7 @@ def test_a_reward_of_trajectories_needs_no_other():
         build_policy(preset="nano"), agent=run, prompts=tasks, reward=reward, settings=settings
     )
     training.run()
-    assert list(training.metrics()["reward/mean"]) == [2.0]
+    assert training.metrics()["reward/mean"].iloc[0] >= 2000
     with pytest.raises(SettingsError, match="agent: takes its tasks from prompts"):
         rl_core.grpo(build_policy(preset="nano"), agent=run)
 
