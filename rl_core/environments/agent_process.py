@@ -30,6 +30,7 @@ from rl_core.environments.subprocess_host import (
 from rl_core.errors import SettingsError
 from rl_core.json_client import LOOPBACK_HOSTS
 from rl_core.processes.children import kill_group, signal_group, start_child, wait_or_kill
+from rl_core.storage.atomic_files import open_log_file
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class AgentFolder:
         self.stdout, self.stderr = self._root / "stdout", self._root / "stderr"
         for folder in (self.work, self.scratch):
             folder.mkdir()
-        self.report.touch()
+        self.report.write_text("")
         self.task = self.work / "task.json"
         self.task.write_text(json.dumps(task, ensure_ascii=False, default=str))
         if os.geteuid() == 0:  # the sandbox switches to a user that owns nothing
@@ -175,7 +176,7 @@ class AgentCommand:
             "sandbox": self._build_sandbox_options(folder) if self._has_sandbox else None,
         }
         child = [sys.executable, "-I", "-S", str(_CHILD), json.dumps(options), *self.words]
-        with folder.stdout.open("wb") as stdout, folder.stderr.open("wb") as stderr:
+        with open_log_file(folder.stdout) as stdout, open_log_file(folder.stderr) as stderr:
             process = start_child(
                 child,
                 stdout=stdout.fileno(),
