@@ -173,7 +173,7 @@ def test_metric_labels_and_hints():
     )
     assert "\nWorry: Near 0: nothing to learn from." in build_hint("reward/std")
     assert build_hint("train/success_rate_by_level/easy").startswith(
-        "train/success_rate_by_level/easy: The same for one"
+        "train/success_rate_by_level/easy: Success of one"
     )
     assert (
         build_hint("reward/correlation/a") != build_hint("reward/a")

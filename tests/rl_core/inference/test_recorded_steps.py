@@ -131,7 +131,7 @@ def test_a_packed_step_is_unpacked():
 @pytest.fixture
 def in_place(monkeypatch):
     """Decode on a CPU as on a GPU, without packed weights."""
-    refuse = lambda model, device=None: Decision("packed weights", False, "as on a GPU", "")  # noqa: E731
+    refuse = lambda model, device=None, **_: Decision("packed weights", False, "as on a GPU", "")  # noqa: E731
     monkeypatch.setattr(decoding, "check_packed_weights", refuse)
 
 

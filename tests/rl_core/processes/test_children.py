@@ -149,6 +149,7 @@ def test_children_are_started_and_killed_in_one_place():
     assert places == {  # programs that run without this project on their path
         "rl_core/processes/subreaper.py": {"subprocess.Popen"},
         "rl_core/environments/code_child.py": {"subprocess.Popen", "os.killpg"},
+        "rl_core/environments/agent_child.py": {"os.fork"},
         "rl_core/environments/sandbox.py": {"os.fork"},
         "rl_core/environments/subprocess_main.py": {"os.fork"},
     }

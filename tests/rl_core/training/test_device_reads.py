@@ -245,7 +245,7 @@ class count_stops:  # noqa: N801 a function with a memory
 
 def test_a_policy_iteration_has_the_numbers_of_a_cpu(tokenizer, no_cpu_path, monkeypatch):
     monkeypatch.setattr(
-        decoding, "check_packed_weights", lambda *_: Decision("packed weights", False, "", "")
+        decoding, "check_packed_weights", lambda *_, **__: Decision("packed weights", False, "", "")
     )
     options = {"epochs": 2, "kl_coef": 0.1, "micro_batch_tokens": 40, "algorithm": "ppo"}
     host_trainer = build_policy(tokenizer, device="cpu", **options)

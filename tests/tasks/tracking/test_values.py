@@ -146,7 +146,7 @@ def test_the_link_to_a_stages_charts_opens_the_view_of_its_runs(tmp_path, monkey
     named = dict(parse_qsl(query))
     assert address == "#/experiments/3/runs" and named["compareRunsMode"] == "CHART"
     view = build_shared_views()[f"mlflow.sharedViewState.{named['viewStateShareKey']}"]
-    assert view["searchFilter"] == "tags.stage = 'policy'" and view["orderByAsc"] is False
+    assert view["searchFilter"] == "tags.stage = 'policy'" and view["orderByAsc"]
     first = view["compareRunSections"][0]
     assert (
         first["name"] == "Success and reward"
