@@ -117,9 +117,9 @@ def _compute_fingerprint(settings: OnlineSettings) -> dict[str, Any]:
             is_plain = isinstance(value, int | float | str | None)
             fingerprint[name] = value if is_plain else _digest_settings(value)
     # Under the former names, so that the checkpoints of earlier versions are accepted.
-    fingerprint["update"] = _digest_settings(
-        restore_former_names(OnlineUpdateSettings, dataclasses.asdict(settings.update))
-    )
+    update = restore_former_names(OnlineUpdateSettings, dataclasses.asdict(settings.update))
+    update.pop("optimizer_state")  # where moments are stored changes no result
+    fingerprint["update"] = _digest_settings(update)
     model = dataclasses.asdict(settings.model)
     path = model.pop("path")
     folder = Path(resolve_model_folder(path))

@@ -431,11 +431,10 @@ def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
     if stages.thoughts is not None:
         text = "is not supported with environment 'agent': its thoughts are those of the environment's own turns"
         yield _build_finding(("stages", "thoughts"), text, about)
-    for name in ("policy", "distill"):
-        stage = getattr(stages, name)
-        if stage is None:
+    for name in stages.active:
+        rollouts, key = getattr(getattr(stages, name), "rollouts", None), ("stages", name, "rollouts")
+        if rollouts is None:
             continue
-        rollouts, key = stage.rollouts, ("stages", name, "rollouts")
         if rollouts.workers == "server":
             text = (
                 "'server' is not supported with environment 'agent', whose calls are answered and recorded by the "
@@ -448,9 +447,8 @@ def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
                 "updates; set it to 0"
             )
             yield _build_finding((*key, "max_staleness"), text, about)
-    for name in ("policy", "distill", "evaluate"):
-        stage = getattr(stages, name)
-        sampling = getattr(stage, "sampling", None)
+    for name in stages.active:
+        sampling = getattr(getattr(stages, name), "sampling", None)
         if sampling is not None and sampling.repetition_penalty != 1:
             text = "is not supported with environment 'agent'; set it to 1"
             yield _build_finding(("stages", name, "sampling", "repetition_penalty"), text, about)

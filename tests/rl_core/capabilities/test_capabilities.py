@@ -543,3 +543,9 @@ def test_every_reason_has_a_case_here():
         ):
             missing.append(texts)
     assert missing == []
+
+
+def test_a_torch_without_the_kernel_for_packed_rows_is_refused(monkeypatch):
+    monkeypatch.setattr(room.training, "find_spec", lambda name: None)
+    decision = room.check_packed_attention(create_llama().to(torch.bfloat16), "cuda")
+    assert not decision.allowed and "has no such kernel" in decision.reason
