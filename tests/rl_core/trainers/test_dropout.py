@@ -405,7 +405,8 @@ def test_activations_computed_again_are_without_dropout_too(make):
         step.run_step([batch], lambda batch: (-completion_logprobs(model, batch)[0].sum() / 10, {}))
         assert before == (vars(model.config), [module.training for module in model.modules()])
         # the packed forward pass computes whole layers again by itself
-        assert bool(calls) == (checkpointing and not check_training_forward(model).allowed)
+        if make not in (build_llama, build_adapted_model):
+            assert bool(calls) == checkpointing
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     baseline, recomputed = compute_gradient(False), compute_gradient(True)
