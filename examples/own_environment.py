@@ -85,7 +85,7 @@ def main(output=None, iterations=60):
     evaluation = rl_core.EvaluationSettings(episodes=100, sampling=sampling)
     before = rl_core.evaluate(model, environment, settings=evaluation)
     settings = rl_core.PolicySettings(
-        iterations=iterations, prompts_per_iteration=32, learning_rate=4e-3, sampling=sampling
+        iterations=iterations, prompts_per_iteration=32, learning_rate=2e-3, sampling=sampling
     )
     trainer = rl_core.grpo(
         model, environment=environment, settings=settings, tracker="terminal", output=output

@@ -176,7 +176,7 @@ def collect_gradients(*modules):
     }
 
 
-def compare(model, rows, max_tokens=10_000, *, value_head=None):
+def assert_rows_alone_agree(model, rows, max_tokens=10_000, *, value_head=None):
     expected, expected_loss, expected_gradients = compute_oracle(model, rows, value_head=value_head)
     model.zero_grad()
     ours, loss = compute_ours(model, rows, max_tokens, value_head=value_head)
@@ -228,7 +228,7 @@ SEQUENCES = {
 def test_trees_equal_rows_alone_in_float64(way, name, kind):
     model = create(MODELS[name])
     assert check_prefix_sharing(model).allowed
-    compare(model, build_rows(SEQUENCES[kind]))
+    assert_rows_alone_agree(model, build_rows(SEQUENCES[kind]))
 
 
 TOKENS = st.integers(1, 3)
@@ -243,7 +243,7 @@ def test_random_trees_in_any_micro_batches(way, rows, max_tokens):
     train_rows = build_rows(rows)
     if not any(any(row.loss_mask) for row in train_rows):
         return
-    compare(create(create_llama), train_rows, max_tokens)
+    assert_rows_alone_agree(create(create_llama), train_rows, max_tokens)
 
 
 def test_states_at_several_temperatures_and_values(way):
@@ -252,7 +252,7 @@ def test_states_at_several_temperatures_and_values(way):
     model, head = create(create_llama), ValueHead(SIZES["hidden_size"])
     with torch.no_grad():
         head.head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    compare(model, build_rows(sequences, temperatures=(1.0, 0.5, 2.0)), value_head=head)
+    assert_rows_alone_agree(model, build_rows(sequences, temperatures=(1.0, 0.5, 2.0)), value_head=head)
 
 
 def test_contexts_of_an_episode_in_one_row(way):
@@ -267,7 +267,7 @@ def test_contexts_of_an_episode_in_one_row(way):
             completion = [*completion, *context]
             mask += [False] * (len(context) - 3) + [True] * 3
         rows.append(TrainRow(prompt, completion, mask, context_starts=starts))
-    compare(create(create_llama), rows)
+    assert_rows_alone_agree(create(create_llama), rows)
 
 
 def test_checkpointing_without_dropout_shares_prefixes():
@@ -285,7 +285,7 @@ def test_checkpointing_without_dropout_shares_prefixes():
 def test_other_families_compute_every_row(way):
     model = create(lambda: MistralForCausalLM(MistralConfig(**SIZES)))
     assert "not of a known family" in check_prefix_sharing(model).reason
-    compare(model, build_rows(SEQUENCES["turns"]))
+    assert_rows_alone_agree(model, build_rows(SEQUENCES["turns"]))
 
 
 def test_a_row_without_a_completion_changes_nothing():
