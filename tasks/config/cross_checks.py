@@ -432,7 +432,10 @@ def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
         text = "is not supported with environment 'agent': its thoughts are those of the environment's own turns"
         yield _build_finding(("stages", "thoughts"), text, about)
     for name in stages.active:
-        rollouts, key = getattr(getattr(stages, name), "rollouts", None), ("stages", name, "rollouts")
+        rollouts, key = (
+            getattr(getattr(stages, name), "rollouts", None),
+            ("stages", name, "rollouts"),
+        )
         if rollouts is None:
             continue
         if rollouts.workers == "server":

@@ -73,7 +73,7 @@ def test_the_quick_start_is_ten_statements_and_learns():
 
 def test_a_custom_environment():
     before, after = load_example("own_environment").main()
-    assert after > before + 0.1  # by 0.26 to 0.38 with three seeds
+    assert after > before + 0.1  # by 0.29 to 0.30 with three seeds
 
 
 def test_a_custom_reward():

@@ -201,9 +201,9 @@ def test_the_first_token_of_a_packed_sequence_carries_no_loss():
         completion_logprobs(create_model(), batch)
 
 
-def create_deep_model():
-    """Create a model whose hidden states in bfloat16 round by more than a shallow one's bound."""
-    torch.manual_seed(0)
+def create_deep_model(seed):
+    """Create a model in bfloat16 with enough layers for its rounding errors to add up."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=512,
         hidden_size=128,
@@ -211,7 +211,7 @@ def create_deep_model():
         num_hidden_layers=48,
         num_attention_heads=4,
         num_key_value_heads=2,
-        initializer_range=0.25,
+        initializer_range=0.3,
     )
     return LlamaForCausalLM(config).to(torch.bfloat16)
 
@@ -219,9 +219,13 @@ def create_deep_model():
 def test_rounding_over_many_layers_does_not_refuse_packing(monkeypatch):
     from rl_core.capabilities import training
 
-    model = create_deep_model()
-    leak, effect, difference, share = training._measure_packing_leak(model)
-    assert difference > torch.finfo(torch.bfloat16).eps ** 0.5  # more than in a shallow model
+    for seed in (1, 0, 2, 3, 4):  # how far a model rounds depends on the processor
+        model = create_deep_model(seed)
+        leak, effect, difference, share = training._measure_packing_leak(model)
+        if difference > torch.finfo(torch.bfloat16).eps ** 0.5:  # more than in a shallow model
+            break
+    else:
+        pytest.fail("no model of five rounds by more than a shallow one")
     assert leak <= effect / 50 and share < 0.2
     assert check_sequence_packing(model).allowed
 

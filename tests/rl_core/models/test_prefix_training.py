@@ -252,7 +252,9 @@ def test_states_at_several_temperatures_and_values(way):
     model, head = create(create_llama), ValueHead(SIZES["hidden_size"])
     with torch.no_grad():
         head.head.weight.normal_(generator=torch.Generator().manual_seed(0))
-    assert_rows_alone_agree(model, build_rows(sequences, temperatures=(1.0, 0.5, 2.0)), value_head=head)
+    assert_rows_alone_agree(
+        model, build_rows(sequences, temperatures=(1.0, 0.5, 2.0)), value_head=head
+    )
 
 
 def test_contexts_of_an_episode_in_one_row(way):
