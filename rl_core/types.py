@@ -252,7 +252,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True)
 class SequenceBounds:
-    """Where the sequences of packed rows begin in the flat batch, and the length of the longest."""
+    """Starts of the sequences of packed rows in the flat batch, and the length of the longest."""
 
     starts_N: torch.Tensor  # int32 [N + 1], ascending; the last one is the number of tokens
     longest: int

@@ -118,7 +118,7 @@ def draw_tokens(
 
 @dataclass(slots=True)
 class RowDrawing:
-    """How the token of each row is drawn, in tensors [B]: one computation for every mixture of settings."""
+    """Sampling settings of each row as tensors [B]: one computation for every mixture of settings."""
 
     temperature_B: (
         torch.Tensor

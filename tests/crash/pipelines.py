@@ -121,7 +121,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]:
-    """Build the arguments of the command line that runs it. `version`: to be promoted by hand."""
+    """Build the arguments of the command line that runs it. `version` is the one to promote by hand."""
     run_kind = KINDS[kind]
     placeholders = {
         CONFIG: str(config),
