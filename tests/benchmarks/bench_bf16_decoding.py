@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import argparse
 import copy
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import transformers
+from bench_rollouts import Endless
+from compare_speed import describe_processor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core.capabilities import Decision, check_fused_step, decoding
@@ -28,31 +27,6 @@ from rl_core.inference.engine import create_rollout_backend
 from rl_core.settings import SamplingSettings
 
 PROMPT = 16
-
-
-@dataclass
-class Endless:
-    """A sequence that ends at its token limit."""
-
-    prompt_ids: list[int]
-    seed: int
-    sampled: list[int] = field(default_factory=list)
-
-    def take_action(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> None:
-        """Keep what was sampled; there is no next turn."""
-        self.sampled = list(action_ids)
-
-
-def read_processor_name() -> str:
-    """Return the processor's name and model numbers."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    values = dict(line.split(":", 1) for line in lines if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in values.items()}
-    family, model = fields.get("cpu family"), fields.get("model")
-    return f"{fields.get('model name')}, family {family}, model {model}"
 
 
 def build_model() -> LlamaForCausalLM:
@@ -107,7 +81,7 @@ def main() -> None:
     floats = build_model()
     halves = copy.deepcopy(floats).bfloat16()
     print(
-        f"{read_processor_name()}; torch {torch.__version__}, transformers {transformers.__version__}"
+        f"{describe_processor()}; torch {torch.__version__}, transformers {transformers.__version__}"
     )
     products = packed_gemm.load_bf16_products()
     kernel = "none" if products is None else packed_gemm.describe_bf16_kernel(products)
