@@ -7,6 +7,10 @@
  * Slots may have their own low-rank adapters, whose products are added row by row: a slot's numbers do not depend on the
  * adapters of others.
  *
+ * Slots that sample can take several tokens in a step: drafts of their next tokens are computed as further rows, and
+ * those that the sampler draws as well are taken (speculative decoding, arXiv:2211.17192, with an n-gram table as the
+ * draft model). A row's numbers do not depend on other rows, so the same tokens are drawn as without drafts.
+ *
  * Everything is one parallel region, because waiting between regions would cost more than small steps take. Threads
  * divide the rows, and each takes its rows through several steps by itself, so that no thread waits for another while
  * other programs run. If rows are few, or reading the weights takes longest, they divide each product's columns instead,
@@ -234,6 +238,130 @@ void decode_steps(const DecodeModel *m, const Step *s, const Sampling *a, int64_
             for (int64_t i = 0; i < rows; i++)
                 if (!is_over[slots[i]]) slots[left++] = slots[i];
             rows = left;
+        }
+    }
+}
+
+enum { DRAFT_ENTRIES = 1 << 16, STREAKS = 4 };
+
+/* The token that last followed three tokens. `streak` counts how often in a row it did, from 0 to STREAKS - 1. */
+typedef struct {
+    int32_t next, streak; /* next: the token + 1, 0 = none */
+} DraftEntry;
+
+/* Draft tokens of all slots of a run, by the hash of the three tokens before. */
+typedef struct {
+    DraftEntry *entries;  /* [DRAFT_ENTRIES] */
+    const int64_t *read;  /* [slots, 3]: the last tokens of the text that each slot read before its turn; below 0 = none */
+    float *shares;        /* [STREAKS]: share of drafts that were right, by streak */
+    int64_t *counts;      /* [2]: drafts computed, drafts taken */
+    int64_t most_rows;    /* of a step */
+    int64_t free_rows;    /* rows that take as long to multiply as their weights take to read */
+} Drafts;
+
+static DraftEntry *find_entry(const Drafts *d, int64_t first, int64_t second, int64_t third) {
+    uint64_t hash = (uint64_t)first * 0x9E3779B97F4A7C15u + (uint64_t)second * 0xC2B2AE3D27D4EB4Fu;
+    hash = (hash ^ hash >> 29) + (uint64_t)third * 0x165667B19E3779F9u;
+    return d->entries + (hash * 0x9E3779B97F4A7C15u >> 48);
+}
+
+/* Remember that `token` followed an entry's three tokens. */
+static void learn_token(const Drafts *d, DraftEntry *entry, int64_t token) {
+    int is_right = entry->next == token + 1;
+    if (entry->next) d->shares[entry->streak] += ((float)is_right - d->shares[entry->streak]) / 64.0f;
+    if (is_right) {
+        if (entry->streak + 1 < STREAKS) entry->streak++;
+    } else {
+        *entry = (DraftEntry){(int32_t)token + 1, 0};
+    }
+}
+
+/* Remember which tokens follow which in a text of `count` tokens. */
+void learn_text(const Drafts *d, const int64_t *tokens, int64_t count) {
+    for (int64_t i = 3; i < count; i++) {
+        DraftEntry *entry = find_entry(d, tokens[i - 3], tokens[i - 2], tokens[i - 1]);
+        if (entry->next != tokens[i] + 1) *entry = (DraftEntry){(int32_t)tokens[i] + 1, 0};
+    }
+}
+
+/* The token that is number `back` from the end of what a slot has read and sampled, 1 = the newest. */
+static int64_t token_from_end(const Sampling *a, const Drafts *d, int64_t slot, int64_t back) {
+    int64_t acted = a->acted[slot];
+    return acted >= back ? a->chosen[slot * a->most + acted - back] : d->read[3 * slot + 3 - (back - acted)];
+}
+
+/* Rows of one step: for each active slot its newest token and then its drafts. */
+typedef struct {
+    int64_t *active, *starts, *taken;     /* slots; their first rows, and the end of the last; tokens they took */
+    int64_t *slots, *tokens, *positions;  /* of each row */
+} DraftRows;
+
+/* Fill the rows of a step. A draft is worth a row if it is likely enough to be right: with R rows, a row more takes 1 / (R +
+ * free_rows) of the step's time, and a right draft saves 1 / R of it. */
+static void fill_rows(const Sampling *a, const Drafts *d, int64_t active, DraftRows *r) {
+    int64_t rows = 0, total = active;
+    for (int64_t i = 0; i < active; i++) {
+        int64_t slot = r->active[i], position = a->positions[slot];
+        int64_t first = token_from_end(a, d, slot, 3), second = token_from_end(a, d, slot, 2), third = a->tokens[slot];
+        float likely = 1.0f;
+        r->starts[i] = rows;
+        r->slots[rows] = slot, r->tokens[rows] = third, r->positions[rows++] = position;
+        while (total < d->most_rows && position + 2 < a->limits[slot] && first >= 0) {
+            const DraftEntry *entry = find_entry(d, first, second, third);
+            if (!entry->next) break;
+            likely *= d->shares[entry->streak];
+            if (likely * (float)(total + d->free_rows) <= (float)total) break;
+            first = second, second = third, third = entry->next - 1, total++;
+            r->slots[rows] = slot, r->tokens[rows] = third, r->positions[rows++] = ++position;
+        }
+    }
+    r->starts[active] = rows;
+    d->counts[0] += rows - active;
+}
+
+/* `decode_steps` for models whose weights are read from memory in each step, with drafts. A slot takes at least one token in
+ * each step. `lists` holds 6 max(slots, most_rows) + 1 numbers, `room` and `logits` as many rows. */
+void decode_drafted_steps(const DecodeModel *m, const Step *s, const Sampling *a, const Drafts *d, int64_t steps,
+                          float *room, int8_t *copies, float *logits, float *drawing, int64_t *lists, uint8_t *is_over) {
+    int64_t active = s->tokens, size = active > d->most_rows ? active : d->most_rows;
+    DraftRows r = {lists, lists + size, lists + 2 * size + 1, lists + 3 * size + 1, lists + 4 * size + 1,
+                   lists + 5 * size + 1};
+    for (int64_t i = 0; i < active; i++) r.active[i] = i;
+    fill_rows(a, d, active, &r);
+#pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
+    {
+        Member who = {omp_get_thread_num(), omp_get_num_threads()};
+        float *drawn = drawing + who.number * (2 * m->V + 32);
+        Step own = *s;
+        own.slots = r.slots, own.positions = r.positions;
+        for (int64_t step = 0; step < steps && active; step++) {
+            own.tokens = own.rows = r.starts[active];
+            decode(m, &own, r.tokens, own.rows, room, copies + who.number * m->copies, logits, &who);
+            meet(&who);
+            for (int64_t i = share_of(active, who.number, &who); i < share_of(active, who.number + 1, &who); i++) {
+                int64_t row = r.starts[i], slot = r.active[i];
+                do is_over[i] = (uint8_t)take_token(m, a, slot, logits + row * m->V, drawn), row++;
+                while (!is_over[i] && row < r.starts[i + 1] && a->tokens[slot] == r.tokens[row]);
+                r.taken[i] = row - r.starts[i];
+            }
+            meet(&who);
+            if (!who.number) {
+                int64_t left = 0;
+                for (int64_t i = 0; i < active; i++) {
+                    int64_t slot = r.active[i];
+                    for (int64_t back = r.taken[i]; back > 0; back--)
+                        if (token_from_end(a, d, slot, back + 3) >= 0)
+                            learn_token(d, find_entry(d, token_from_end(a, d, slot, back + 3),
+                                                      token_from_end(a, d, slot, back + 2),
+                                                      token_from_end(a, d, slot, back + 1)),
+                                        token_from_end(a, d, slot, back));
+                    d->counts[1] += r.taken[i] - 1;
+                    if (!is_over[i]) r.active[left++] = slot;
+                }
+                active = left;
+                if (active) fill_rows(a, d, active, &r);
+            }
+            meet(&who);
         }
     }
 }

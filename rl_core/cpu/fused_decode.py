@@ -24,6 +24,9 @@ MAX_GROUP_SIZE, MAX_HEAD_DIM, VECTOR_WIDTH = 8, 256, 16  # as in decode_ops.c
 MAX_CACHED_BYTES = 24 * 2**20  # weights up to this size stay in the cache that the threads share
 _MIN_THREADED_LOGITS = 2**16  # fewer logits are sampled on one thread
 MIN_ROWS_PER_THREAD = 8  # fewest rows that one thread takes through a whole step by itself
+MAX_DRAFTED_ROWS = 16  # most rows of a step with drafts
+FREE_ROWS = 16  # rows that take as long to multiply as their weights take to read from memory
+DRAFT_ENTRIES, DRAFT_STREAKS = 2**16, 4  # as in fused_decode.c
 
 
 PackedOperand = PackedMatrix | PackedVectors
@@ -143,6 +146,13 @@ class _Sampling(ctypes.Structure):
     ]
 
 
+class _Drafts(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("entries", "read", "shares", "counts")),
+        *((name, ctypes.c_int64) for name in ("most_rows", "free_rows")),
+    ]
+
+
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
@@ -176,6 +186,45 @@ class SlotStates:
     chosen: np.ndarray  # int64 [slots, most], tokens of this turn
     logprobs: np.ndarray  # float64 [slots, most], of these tokens
     temperatures: np.ndarray  # float32 [slots]
+
+
+class DraftTable:
+    """Drafts of the next tokens of all slots of a run: what last followed the same three tokens in any of them.
+
+    Drafts are computed as further rows of a step. They change how many tokens a step samples, and no token.
+    """
+
+    def __init__(self, slots: int) -> None:
+        """Begin with no drafts."""
+        code = build.load_library()
+        assert code is not None
+        self._learn_text = code.learn_text
+        self._learn_text.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+        self._learn_text.restype = None
+        self.read = np.full((slots, 3), -1, dtype=np.int64)  # last tokens read before each turn
+        self.counts = np.zeros(2, dtype=np.int64)  # drafts computed, drafts taken
+        self._entries = np.zeros((DRAFT_ENTRIES, 2), dtype=np.int32)
+        self._shares = np.zeros(DRAFT_STREAKS, dtype=np.float32)
+        self.fields = _Drafts(
+            entries=self._entries.ctypes.data,
+            read=self.read.ctypes.data,
+            shares=self._shares.ctypes.data,
+            counts=self.counts.ctypes.data,
+            most_rows=MAX_DRAFTED_ROWS,
+            free_rows=FREE_ROWS,
+        )
+
+    def read_text(self, slot: int, ids: Sequence[int]) -> None:
+        """Learn from the text that a slot reads before its turn, and continue from its end.
+
+        Args:
+            ids: the text, with the tokens before it if it does not begin the slot's context.
+        """
+        self.read[slot] = -1
+        last = ids[-3:]
+        self.read[slot, 3 - len(last) :] = last
+        tokens = np.asarray(ids, dtype=np.int64)
+        self._learn_text(ctypes.addressof(self.fields), tokens.ctypes.data, len(tokens))
 
 
 class SlotAdapters:
@@ -235,10 +284,17 @@ class FusedStep:
         code = build.load_library()
         assert code is not None
         self._decode_step, self._decode_steps = code.decode_step, code.decode_steps
+        self._decode_drafted_steps = code.decode_drafted_steps
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._decode_step.argtypes = (pointer, pointer, pointer, number, pointer, pointer, pointer)
         self._decode_steps.argtypes = (pointer, pointer, pointer, number, *(pointer,) * 6)
-        self._decode_step.restype = self._decode_steps.restype = None
+        self._decode_drafted_steps.argtypes = (
+            *(pointer,) * 4,
+            number,
+            *(pointer,) * 6,
+        )
+        for function in (self._decode_step, self._decode_steps, self._decode_drafted_steps):
+            function.restype = None
         # keeps alive what the compiled code points to
         self._referenced_tensors = (layers, head, embedding_VH, cache, head_weight_H)
         self._layers = (_Layer * len(layers))()
@@ -265,6 +321,8 @@ class FusedStep:
             for layer in layers
             for name in ("heads", "out", "gate_up", "down")
         )
+        # the weights exceed the cache that the threads share
+        self.reads_memory = size + packed.size > MAX_CACHED_BYTES
         self._model = _Model(
             layers=len(layers),
             H=embedding_VH.shape[1],
@@ -279,7 +337,7 @@ class FusedStep:
             head_eps=head_eps,
             product=ctypes.cast(packed.gemm.part, pointer).value,
             copies=packed.gemm.room(1),
-            least_own=MIN_ROWS_PER_THREAD if size + packed.size <= MAX_CACHED_BYTES else 2**62,
+            least_own=2**62 if self.reads_memory else MIN_ROWS_PER_THREAD,
         )
         self._gemm, self._activations = packed.gemm, torch.empty(0)
         self._sampling_buffers: tuple[torch.Tensor, ...] = ()  # see `_allocate_sampling_buffers`
@@ -302,7 +360,7 @@ class FusedStep:
             ctypes.addressof(fields),
             tokens_N.data_ptr(),
             count,
-            self._reserve_activations(fields),
+            self._reserve_activations(fields, fields.tokens),
             self._gemm.reserve_scratch(fields.threads),
             logits_nV.data_ptr(),
         )
@@ -315,14 +373,16 @@ class FusedStep:
         is_end_V: np.ndarray,
         steps: int,
         textless_ids: torch.Tensor,
+        drafts: DraftTable | None = None,
     ) -> None:
-        """Sample `steps` tokens for each of the first slots, fewer if its turn ends earlier.
+        """Sample `steps` tokens for each of the first slots, fewer if its turn ends earlier, more with drafts.
 
         A turn ends with a token of `is_end_V` (bool), at the limit, or with a log-probability that is not finite.
 
         Args:
             step: with as many tokens as slots.
             textless_ids: int64, ascending: tokens that are not drawn.
+            drafts: for weights that each step reads from memory (`reads_memory`).
         """
         fields, model = step.fields, self._model
         sampling = _Sampling(
@@ -332,16 +392,18 @@ class FusedStep:
             never=textless_ids.data_ptr(),
             nevers=len(textless_ids),
         )
-        buffers = self._allocate_sampling_buffers(fields.tokens, fields.threads)
-        self._decode_steps(
-            ctypes.addressof(model),
-            ctypes.addressof(fields),
-            ctypes.addressof(sampling),
-            steps,
-            self._reserve_activations(fields),
+        rows = fields.tokens if drafts is None else max(fields.tokens, MAX_DRAFTED_ROWS)
+        buffers = self._allocate_sampling_buffers(rows, fields.threads)
+        memory = (
+            self._reserve_activations(fields, rows),
             self._gemm.reserve_scratch(fields.threads),
             *(buffer.data_ptr() for buffer in buffers),
         )
+        arguments = (ctypes.addressof(part) for part in (model, fields, sampling))
+        if drafts is None:
+            self._decode_steps(*arguments, steps, *memory)
+        else:
+            self._decode_drafted_steps(*arguments, ctypes.addressof(drafts.fields), steps, *memory)
 
     def _allocate_sampling_buffers(self, tokens: int, threads: int) -> tuple[torch.Tensor, ...]:
         """Return scratch memory of `sample_tokens`: logits, powers, lists of slots, ends.
@@ -356,16 +418,16 @@ class FusedStep:
             self._sampling_buffers = (
                 self._activations.new_empty(tokens, self._model.V),
                 self._activations.new_empty(threads, 2 * (self._model.V + VECTOR_WIDTH)),
-                torch.empty(threads, 3, tokens, dtype=torch.int64),
+                torch.empty(max(threads * 3, 7) * tokens, dtype=torch.int64),
                 torch.empty(tokens, dtype=torch.uint8),
             )
         return self._sampling_buffers
 
-    def _reserve_activations(self, fields: _Step) -> int:
-        """Return the address of scratch memory for a step's activations."""
+    def _reserve_activations(self, fields: _Step, rows: int) -> int:
+        """Return the address of scratch memory for the activations of a step of `rows` tokens."""
         model = self._model
         heads = 2 * fields.D * (fields.Q + fields.K)
-        needed = fields.tokens * (2 * model.H + heads + 3 * model.I)
+        needed = rows * (2 * model.H + heads + 3 * model.I)
         if len(self._activations) < needed:
             self._activations = self._activations.new_empty(needed)
         return self._activations.data_ptr()

@@ -22,7 +22,14 @@ from torch.nn import functional
 from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, allocate_huge_pages
-from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotAdapters, SlotStates
+from rl_core.cpu.fused_decode import (
+    DecodeKernels,
+    DecodeStep,
+    DraftTable,
+    FusedStep,
+    SlotAdapters,
+    SlotStates,
+)
 from rl_core.cpu.low_rank import AdapterSpan
 from rl_core.inference.cuda_graphs import create_step_graphs
 from rl_core.inference.decoder_layers import (
@@ -492,11 +499,25 @@ class Decoder:
         """Return whether `sample_steps` can be called."""
         return self._fused is not None and not sampling.is_restricted
 
+    @property
+    def can_draft_tokens(self) -> bool:
+        """True if drafts pay: each step reads the weights from memory, so that a few more rows take little time."""
+        return self._fused is not None and self._fused.reads_memory
+
     @torch.inference_mode()
     def sample_steps(
-        self, states: SlotStates, count: int, is_end_V: np.ndarray, steps: int
+        self,
+        states: SlotStates,
+        count: int,
+        is_end_V: np.ndarray,
+        steps: int,
+        drafts: DraftTable | None = None,
     ) -> None:
-        """Run `step` and `draw_tokens` for the first `count` slots, `steps` times, each slot until its turn ends."""
+        """Run `step` and `draw_tokens` for the first `count` slots, `steps` times, each slot until its turn ends.
+
+        Args:
+            drafts: the same tokens come out, several in a step where drafts are right; only if `can_draft_tokens`.
+        """
         assert self._fused is not None and self._cache is not None
         step, previous_states = self._sampling_step
         if step is None or previous_states is not states or step.threads != torch.get_num_threads():
@@ -505,7 +526,7 @@ class Decoder:
             step = DecodeStep(positions, slots, self._cos, self._sin, self._cache, self.query_heads)
             self._sampling_step = step, states
         step.keep_first_tokens(count)
-        self._fused.sample_tokens(step, states, is_end_V, steps, self._textless_ids)
+        self._fused.sample_tokens(step, states, is_end_V, steps, self._textless_ids, drafts)
 
     def draw_tokens(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings

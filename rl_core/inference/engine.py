@@ -24,6 +24,7 @@ import torch
 from rl_core.capabilities import decoding
 from rl_core.capabilities.rotary_positions import find_row_limit
 from rl_core.cpu.allocator import keep_freed_memory
+from rl_core.cpu.fused_decode import DraftTable
 from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.data.batches import pad_rows, plan_micro_batches
 from rl_core.environments.step_pool import wait_for_any_turn
@@ -219,6 +220,8 @@ class EngineRun(SlotTable):
             and sampling.repetition_penalty == 1
             and not sampling.stop
         )
+        if self._can_step_compiled and decoder.can_draft_tokens:
+            self._drafts = DraftTable(self._slots)
         if sampling.repetition_penalty != 1:
             self._seen = decoder.reserve_seen_tokens()
         self._drawing_51 = build_drawing_rows([sampling])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rl_core.cpu.fused_decode import SlotStates
+from rl_core.cpu.fused_decode import DraftTable, SlotStates
 from rl_core.environments.step_pool import Observation, PendingTurn, ReplacementContext
 from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import Decoder
@@ -82,6 +82,7 @@ class SlotTable(ABC):
             logprobs=self._logprobs,
             temperatures=self._temperatures,
         )
+        self._drafts: DraftTable | None = None
         # bool [slots, V]: tokens of each sequence, for the repetition penalty
         self._seen: torch.Tensor | None = None
 
@@ -179,6 +180,8 @@ class SlotTable(ABC):
         self._temperatures[slot] = temperature
         room = limit - len(prompt)
         self._uniforms[slot, :room] = draw_uniforms(sequence.seed, room, num_used_uniforms)
+        if self._drafts is not None:
+            self._drafts.read_text(slot, prompt)
 
     def _compact_slots(self, active: list[int]) -> None:
         """Make these slots 0..n-1: active ones move into holes, and waiting sequences there move out."""
@@ -214,6 +217,7 @@ class SlotTable(ABC):
     def _list_slot_arrays(self) -> tuple[np.ndarray, ...]:
         """List every array whose first axis is the slots."""
         return (
+            *(() if self._drafts is None else (self._drafts.read,)),
             self._pending,
             self._length,
             self._limit,
@@ -270,8 +274,10 @@ class SlotTable(ABC):
             self._sample_one_token(n, to_append)
 
     def _sample_steps(self, n: int, steps: int) -> None:
-        """Sample `steps` tokens in each of the first n slots with compiled code, each slot until its turn ends."""
-        self._decoder.sample_steps(self._states, n, self._is_eos, steps)
+        """Sample at least `steps` tokens in each of the first n slots with compiled code, each slot until its turn
+        ends.
+        """
+        self._decoder.sample_steps(self._states, n, self._is_eos, steps, self._drafts)
 
     def _sample_one_token(self, n: int, to_append: dict[int, list[int]]) -> None:
         """Sample one token in each of the first n slots, after appending pending observations."""
@@ -322,9 +328,13 @@ class SlotTable(ABC):
             self._length[slot], self._limit[slot] = 0, observation.limit
             if self._seen is not None:
                 self._seen[slot] = False
+            text = ids
         else:
             ids = observation
-            self._to_append[slot] = [int(self._pending[slot]), *ids[:-1]]
+            text = [int(self._pending[slot]), *ids]
+            self._to_append[slot] = text[:-1]
+        if self._drafts is not None:
+            self._drafts.read_text(slot, text)
         if not self._to_append[slot]:  # a context of one token
             del self._to_append[slot]
         self._pending[slot] = ids[-1]

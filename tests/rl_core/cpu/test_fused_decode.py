@@ -15,6 +15,7 @@ from rl_core.cpu.packed_gemm import PackedProducts
 from rl_core.inference.decoder import Decoder
 from rl_core.inference.engine import Engine
 from rl_core.inference.sampling import draw_tokens
+from rl_core.models.routed_adapters import LowRank
 from rl_core.settings import SamplingSettings
 
 needs_compiler = pytest.mark.skipif(
@@ -243,3 +244,80 @@ def test_one_call_takes_several_tokens_of_a_turn(products, monkeypatch):
     count = len(calls)
     assert play_sequences() == (turns, logprobs)
     assert len(calls) == count
+
+
+def record_drafts(monkeypatch):
+    """Let every model draft; return the list in which each run's table of drafts appears."""
+    monkeypatch.setattr(fused_decode, "MAX_CACHED_BYTES", 0)
+    tables, sample_steps = [], Decoder.sample_steps
+
+    def sample_and_record(self, states, count, is_end, steps, drafts=None):
+        if drafts is not None and not any(drafts is table for table in tables):
+            tables.append(drafts)
+        sample_steps(self, states, count, is_end, steps, drafts)
+
+    monkeypatch.setattr(Decoder, "sample_steps", sample_and_record)
+    return tables
+
+
+def play_repetitions(slots, temperature=1.0, **options):
+    """Play three sequences six times each; return turns and log-probs."""
+    engine = Engine(make_model("llama", head_dim=32), eos_ids=(11, 40), pad_id=0, max_length=128)
+    sequences = [
+        ScriptedSequence([3 + i % 3, 5, 9], i % 3, [[7, 8, 3], [4]], room=90) for i in range(18)
+    ]
+    sampling = SamplingSettings(max_completion_tokens=90, slots=slots, temperature=temperature)
+    engine.run_sequences(sequences, sampling, **options)
+    return [(sequence.turns, sequence.logprobs) for sequence in sequences]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_token(products, monkeypatch, threads, temperature):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    expected = play_repetitions(18, temperature)
+    tables = record_drafts(monkeypatch)
+    for slots in (1, 3, 18):
+        assert play_repetitions(slots, temperature) == expected
+    assert min(table.counts[1] for table in tables[:2]) > 100
+
+
+def test_drafts_follow_what_was_sampled_before(monkeypatch):
+    tables = record_drafts(monkeypatch)
+    played = play_repetitions(1)
+    num_tokens = sum(len(ids) for turns, _ in played for ids, _ in turns)
+    drafted, taken = tables[0].counts
+    assert taken > num_tokens / 3  # a third of all tokens took no step of their own
+    assert taken > 0.8 * drafted
+
+
+def test_drafts_keep_limits_and_seeds_of_adapters(monkeypatch):
+    """Sequences with adapters of their own draw the same tokens; a limit cuts a draft."""
+    model = make_model("llama", head_dim=32)
+    names = [f"model.layers.{layer}.mlp.down_proj" for layer in range(2)]
+    numbers = torch.Generator().manual_seed(0)
+    adapters = [
+        {
+            name: LowRank(
+                torch.randn(2, 64, generator=numbers), torch.randn(32, 2, generator=numbers), 0.1
+            )
+            for name in names
+        }
+        for _ in range(2)
+    ]
+
+    def play():
+        engine = Engine(model, eos_ids=(), pad_id=0, max_length=40)
+        sequences = [ScriptedSequence([3, 5, 9 + i % 2], i % 2) for i in range(8)]
+        for i, sequence in enumerate(sequences):
+            sequence.adapter = i % 3 - 1
+        engine.run_sequences(
+            sequences, SamplingSettings(max_completion_tokens=30 + 7, slots=2), adapters
+        )
+        return [(sequence.turns, sequence.logprobs) for sequence in sequences]
+
+    expected = play()
+    assert {len(turns[0][0]) for turns, _ in expected} == {37}
+    tables = record_drafts(monkeypatch)
+    assert play() == expected
+    assert tables[0].counts[1] > 0
