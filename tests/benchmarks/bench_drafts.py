@@ -2,9 +2,8 @@
 
 python tests/benchmarks/bench_drafts.py --questions GSM8K.jsonl [--slots 1,8] [--new 128] [--threads 2] [--repeats 3]
 
-Each round samples 8 completions of two questions at temperatures 0, 0.7 and 1, and 8 answers at temperature 0.7 that are
-asked to repeat a table. Prints processor seconds, their ratio (median of the rounds) and the share of tokens that were
-drafts. Fails if a token differs.
+Each round samples 8 completions of two questions at temperatures 0, 0.7 and 1, and of a request to repeat a table.
+Prints processor seconds, their ratio (median of the rounds) and how many drafts were taken. Fails if a token differs.
 """
 
 from __future__ import annotations
