@@ -244,10 +244,15 @@ def test_environments_are_polled_every_two_milliseconds_of_sampling(
     count_steps = engine_run.EngineRun._count_compiled_steps
 
     def sample(
-        self: decoder.Decoder, states: object, count: int, is_end_V: object, steps: int
+        self: decoder.Decoder,
+        states: object,
+        count: int,
+        is_end_V: object,
+        steps: int,
+        drafts: object,
     ) -> None:
         now[0] += step_s * steps
-        sample_steps(self, states, count, is_end_V, steps)  # type: ignore[arg-type]
+        sample_steps(self, states, count, is_end_V, steps, drafts)  # type: ignore[arg-type]
 
     def count_and_record(self: engine_run.EngineRun) -> int:
         steps = count_steps(self)
