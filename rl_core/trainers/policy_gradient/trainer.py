@@ -424,6 +424,9 @@ class PolicyGradientTrainer(RolloutTrainer):
             self.groups,
             bootstrap_limits=critic is not None and critic.bootstrap_limits,
             mask_truncated=settings.mask_truncated,
+            task_weight=(
+                None if settings.turn_credit is None else self.rewards.weights.get("task", 0.0)
+            ),
         )
         replayed = self._replay.draw_groups(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}

@@ -15,6 +15,7 @@ from rl_core.settings import (
     RewardSettings,
     RollbackSettings,
     ToolUseSettings,
+    TurnCreditSettings,
 )
 
 
@@ -248,6 +249,18 @@ PARTS: dict[str, Part] = {
             Arm("ppo, two epochs", dict(algorithm="ppo", critic=make_critic(), **TWICE)),
         ),
         threshold=0.85,
+    ),
+    "credit": Part(
+        "advantages by turn on walks of many turns",
+        "maze",
+        (
+            Arm("grpo"),
+            Arm("ppo", dict(algorithm="ppo", critic=make_critic())),
+            Arm("states", dict(turn_credit=TurnCreditSettings())),
+            Arm("turns", dict(turn_credit=TurnCreditSettings(compare="turns", episode_weight=0))),
+            Arm("group", dict(turn_credit=TurnCreditSettings(compare="group", episode_weight=0))),
+        ),
+        threshold=0.5,
     ),
     "conservative": Part(
         "holds on PPO with eight large steps an iteration (4 epochs x 2, rate 2e-3)",
