@@ -223,6 +223,27 @@ def test_a_run_credits_each_turn_with_its_rewards(tokenizer, monkeypatch):
     assert metrics["train/compared_turn_rate"] > 0.8 and metrics["train/turn_set_size"] > 3
 
 
+def test_a_run_compares_turns_in_the_states_that_the_environment_names(tokenizer, monkeypatch):
+    class Named(Walk):
+        def episode(self, seed, level):
+            episode = super().episode(seed, level)
+            act = episode.act
+            episode.act = lambda text: dataclasses.replace(act(text), state=f"{len(text)}")
+            return episode
+
+    updates = capture_update(monkeypatch)
+    options = dict(turn_credit=TurnCreditSettings(), sampling=WALK, context=64, curriculum=LOW)
+    trainer = make_trainer(tokenizer, Named(), **options)
+    trainer.step()
+    rollouts = [rollout for group in trainer.groups for rollout in group.rollouts]
+    num_named = 0
+    for sample, rollout in zip(updates[0].buffer.samples, rollouts, strict=True):
+        for turn, before in zip(sample.turns[1:], rollout.trajectory.turns[:-1], strict=True):
+            assert turn.state == ("state", f"{len(before.action)}")
+            num_named += 1
+    assert num_named > 20
+
+
 def test_a_stage_without_the_tasks_reward_credits_the_last_turn(tokenizer, monkeypatch):
     updates = capture_update(monkeypatch)
     stage = CurriculumStage(name="one", levels={"low": 1.0}, rewards={"task": 0.0})
