@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_core.environments.environment import warn_once
 from rl_core.rollouts.batching import TrainRow, build_train_row
 from rl_core.settings import ReplaySettings
 from rl_core.trainers.policy_gradient.turn_credit import SampleTurn, build_sample_turns
@@ -84,6 +85,15 @@ def build_sample_groups(
         )
 
     return [[sample(rollout) for rollout in group.rollouts] for group in groups]
+
+
+def warn_about_single_turns(groups: Sequence[SampleGroup]) -> None:
+    """Warn, once in this process, if no episode of an iteration had turns to tell apart."""
+    if all(len(sample.turns) < 2 for group in groups for sample in group):
+        warn_once(
+            "turn_credit: every episode of an iteration had a single turn, whose advantage by turn repeats the "
+            "rollout's; remove turn_credit, or check that the policy's first action is not the episode's last"
+        )
 
 
 def compute_masking_metrics(

@@ -125,6 +125,11 @@ def build_growing_levels(threshold: float) -> tuple[CurriculumStage, ...]:
     )
 
 
+def credit_turns(compare: Any, **options: float) -> dict[str, Any]:
+    """Give each turn its advantage."""
+    return dict(turn_credit=TurnCreditSettings(compare=compare, **options))
+
+
 def penalize_kl(target: float, **options: Any) -> dict[str, Any]:
     """Add a KL term to the loss, starting from a weight that is too small."""
     return dict(kl_coef=0.01, kl_target=target, **options)
@@ -254,13 +259,12 @@ PARTS: dict[str, Part] = {
         "advantages by turn on walks of many turns",
         "maze",
         (
-            Arm("grpo"),
-            Arm("ppo", dict(algorithm="ppo", critic=make_critic())),
-            Arm("states", dict(turn_credit=TurnCreditSettings())),
-            Arm("turns", dict(turn_credit=TurnCreditSettings(compare="turns", episode_weight=0))),
-            Arm("group", dict(turn_credit=TurnCreditSettings(compare="group", episode_weight=0))),
+            Arm("grpo", {}, 20),
+            Arm("ppo", dict(algorithm="ppo", critic=make_critic()), 20),
+            Arm("states", credit_turns("states"), 20),
+            Arm("turns", credit_turns("turns", episode_weight=0.0), 20),
+            Arm("group", credit_turns("group", episode_weight=0.0), 20),
         ),
-        threshold=0.5,
     ),
     "conservative": Part(
         "holds on PPO with eight large steps an iteration (4 epochs x 2, rate 2e-3)",
