@@ -154,6 +154,7 @@ if TYPE_CHECKING:
         TeacherSettings,
         ThoughtsSettings,
         ToolUseSettings,
+        TurnCreditSettings,
         VotingSettings,
     )
     from rl_core.trackers import (
@@ -273,6 +274,7 @@ __all__ = [
     "ToolMisuse",
     "UnknownAnswer",
     "ToolUseSettings",
+    "TurnCreditSettings",
     "VotingSettings",
     "Toolset",
     "Tracker",
@@ -369,7 +371,7 @@ _PUBLIC_NAMES = {
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineRolloutSettings OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "
         "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings ServingSettings Settings "
-        "TeacherSettings ThoughtsSettings ToolUseSettings"
+        "TeacherSettings ThoughtsSettings ToolUseSettings TurnCreditSettings"
     ),
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",
     "rl_core.tracking": "MemoryTracker Tracker",

@@ -66,6 +66,15 @@ class ToolCall:
     arguments: dict[str, Any]
 
 
+_OPTIONAL_TURN_FIELDS: dict[str, Any] = {
+    "more_calls": [],
+    "info": {},
+    "reward": 0.0,
+    "state": None,
+    "is_trained": True,
+}
+
+
 @dataclass(slots=True)
 class Turn:
     """Action of the policy and the environment's observation."""
@@ -77,6 +86,10 @@ class Turn:
     num_tokens: int = 0  # sampled by the policy in this turn, including its end-of-turn token
     more_calls: list[ToolCall] = field(default_factory=list)  # calls after `tool_call`
     info: dict[str, Any] = field(default_factory=dict)  # `Step.info` of this step
+    reward: float = 0.0  # the environment's, of this step; those of all turns sum to the episode's
+    # Key of the state after the step (`Step.state`); None = the text of the observation is it.
+    state: str | None = None
+    is_trained: bool = True  # False = its tokens carry no loss: an agent drew them in another way
 
     @property
     def calls(self) -> list[ToolCall]:
@@ -84,12 +97,12 @@ class Turn:
         return [*([self.tool_call] if self.tool_call is not None else []), *self.more_calls]
 
     def to_json(self) -> dict[str, Any]:
-        """Return a plain dict; empty `more_calls` and `info` are left out."""
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if value or name not in ("more_calls", "info")
-        }
+        """Return a plain dict; further fields are left out where they have their defaults."""
+        fields = asdict(self)
+        for name, default in _OPTIONAL_TURN_FIELDS.items():
+            if fields[name] == default:
+                del fields[name]
+        return fields
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Turn:

@@ -89,6 +89,7 @@ def grpo(
 ) -> Training[PolicyGradientTrainer]:
     """Train with GRPO, or the related algorithm in `settings.algorithm` (dr_grpo, dapo, gspo, cispo, sapo, rloo).
 
+    `settings.turn_credit` gives each turn of a rollout its advantage (GiGPO).
     Arguments and errors: `policy_gradient`.
     """
     settings = resolve_settings(settings, PolicySettings)

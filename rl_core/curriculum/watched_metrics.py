@@ -206,6 +206,15 @@ _CONDITIONAL_METRICS = (
         "dynamic_sampling_tries above 0",
     ),
     _ConditionalMetrics(
+        {
+            "train/compared_turn_rate": _SHARE_RANGE,
+            "train/turn_set_size": _COUNT_RANGE,
+            "train/step_advantages_std": _COUNT_RANGE,
+        },
+        lambda s: s.turn_credit is not None,
+        "turn_credit",
+    ),
+    _ConditionalMetrics(
         {"reward/overlong": _ANY_RANGE}, lambda s: s.overlong_tokens > 0, "overlong_buffer"
     ),
     _ConditionalMetrics(

@@ -261,6 +261,8 @@ class Step:
     is_grounded: bool | None = None  # the answer follows from the observations; None = unknown
     # Plain values stored with the turn, for rewards and analysis.
     info: dict[str, Any] = field(default_factory=dict)
+    # Key of the state in which the next action is taken, for `turn_credit`; None = the text of the messages is it.
+    state: str | None = None
 
 
 @dataclass(slots=True)

@@ -144,6 +144,8 @@ class MazeEpisode(QuestionEpisode):
     def act(self, text: str) -> Step:
         """Act as QuestionEpisode does, and truncate after `max_moves` cells."""
         step = super().act(text)
+        # A wall or a misuse leaves the policy where it is; what it may know of the treasure counts too.
+        step.state = f"{self.position[0]} {self.position[1]} {self.has_found_treasure}"
         if not step.terminated and len(self.visited) > self.max_moves:
             return Step(
                 reward=step.reward, truncated=True, tool_call=step.tool_call, is_error=step.is_error

@@ -365,6 +365,9 @@ class AgentSession:
                 logprobs += answer.logprobs if counts else [0.0] * len(answer.tokens)
         trajectory = self.build_trajectory(environment, score, self.stop_reason)
         trajectory.temperature, trajectory.policy_version = temperature, policy_version
+        answers = [answer for context in contexts for answer in context]
+        for turn, answer in zip(trajectory.turns, answers, strict=True):
+            turn.is_trained = self._is_trained(answer, temperature)
         trajectory.num_prompt_tokens = len(prompt_ids)
         trajectory.num_completion_tokens = len(completion)
         trajectory.num_action_tokens = sum(mask)

@@ -185,6 +185,7 @@ class EpisodeSequence:
         self._reward += step.reward
         turn.tool_call, turn.is_error = step.tool_call, step.is_error
         turn.more_calls, turn.info = step.more_calls, step.info
+        turn.reward, turn.state = step.reward, step.state
         if step.terminated or step.truncated:
             self._stop_reason = StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT
             return None
@@ -339,6 +340,10 @@ def normalize_step(step: Step) -> Step:
     if step.tool_call is not None:
         step.tool_call = _normalize_call(step.tool_call)
     step.more_calls = [_normalize_call(call) for call in step.more_calls]
+    if step.state is not None:
+        if not isinstance(step.state, str):
+            raise ValueError(f"state {step.state!r:.200} is no text; use str() of it, or None")
+        step.state = replace_unprintable(step.state)
     step.info = convert_to_plain_json(step.info)
     step.messages = normalize_messages(step.messages)
     step.reward = float(step.reward)

@@ -24,6 +24,7 @@ from rl_core.settings.common import (
     ReferenceSettings,
     SamplingSettings,
 )
+from rl_core.settings.credit import CriticSettings, TurnCreditSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.network import NetworkSettings
@@ -42,7 +43,6 @@ from rl_core.settings.online import (
 from rl_core.settings.policy import (
     GROUP_ALGORITHMS,
     Algorithm,
-    CriticSettings,
     KLBandSettings,
     PolicySettings,
 )
@@ -144,6 +144,7 @@ __all__ = [
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",
+    "TurnCreditSettings",
     "ToolUseSettings",
     "VotingSettings",
     "iter_code_paths",

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.common import Precision, SamplingSettings
+from rl_core.settings.credit import CriticSettings, TurnCreditSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.rewards import RewardSettings
@@ -32,42 +33,6 @@ LOSS_AGGREGATIONS: dict[str, Aggregation] = {
 
 MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
 IMPORTANCE_CHOICES = "token, sequence or geometric (with a critic also vtrace)"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriticSettings(Settings):
-    """Value function of PPO and of REINFORCE with a learned baseline."""
-
-    kind: Literal["separate", "shared"] = setting(
-        "separate",
-        doc="separate: a copy of the initial model; shared: a head on the policy's hidden states",
-    )
-    learning_rate: float | None = setting(
-        None,
-        gt=0,
-        le=1,
-        doc="learning rate of a separate critic; unset: the policy's if that is set, else "
-        + MODEL_DEFAULTS["CriticSettings.learning_rate"].describe_values(),
-    )
-    value_coef: float = setting(
-        0.5, gt=0, doc="weight of a shared head's value loss (arXiv:1707.06347)"
-    )
-    value_clip_eps: float | None = setting(
-        None, gt=0, doc="value clipping around the old values; default: none"
-    )
-    warmup_iterations: int = setting(0, ge=0, doc="initial iterations that train only the critic")
-    bootstrap_limits: bool = setting(
-        False,
-        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, so a "
-        "policy can gain reward by running into the limit; false: it is terminal",
-    )
-
-    def check(self) -> None:
-        """Check that critic warm-up has a separate critic."""
-        if self.kind == "shared" and self.warmup_iterations:
-            raise SettingsError(
-                "warmup_iterations: needs a separate critic; a shared head trains with the policy"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +112,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     critic: CriticSettings | None = setting(
         None, doc="value function; default: only for ppo; reinforce uses the batch mean"
+    )
+    turn_credit: TurnCreditSettings | None = setting(
+        None,
+        doc="an advantage for each turn of a rollout instead of one for all of its tokens (GiGPO, "
+        "arXiv:2505.10978); default: none",
     )
     kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's initial model")
     reference_precision: Precision = setting(
@@ -394,6 +364,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
         self._check_rollouts()
         self._check_custom_functions()
+        self._check_turn_credit()
         self._check_rewards()
         for stage in self.curriculum:
             try:
@@ -514,6 +485,37 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 raise SettingsError(
                     f"{options}: are passed to a custom function, and none is named; set {needed}"
                 )
+
+    def _check_turn_credit(self) -> None:
+        """Check that turns can be compared, and that the comparison would not be ignored."""
+        if self.turn_credit is None:
+            return
+        if self.is_taught:
+            raise SettingsError("turn_credit: a distillation compares no rewards; remove it")
+        if self.algorithm not in GROUP_ALGORITHMS:
+            raise SettingsError(
+                f"turn_credit: compares the turns of a group, but {self.algorithm} compares no groups; remove it, "
+                "or set algorithm to grpo, dr_grpo or rloo"
+            )
+        if self.algorithm == "gspo":
+            raise SettingsError(
+                "turn_credit: gspo has one ratio and one advantage for the whole sequence; set algorithm to grpo"
+            )
+        if self.advantages is not None:
+            raise SettingsError(
+                "turn_credit: not used by a custom advantage estimator; remove one of the two"
+            )
+        if self.sampling.max_turns == 1:
+            raise SettingsError(
+                "turn_credit: sampling.max_turns 1 leaves no turns to tell apart; raise it, or remove turn_credit"
+            )
+        options = self.reward_options
+        if options.clip is not None or "task" in options.normalise:
+            name = "clip" if options.clip is not None else "normalise"
+            raise SettingsError(
+                f"turn_credit: reward_options.{name} changes the episode's reward, so that those of its turns would "
+                "not sum to it; remove one of the two"
+            )
 
     def _resolve_nested_defaults(self, kind: ModelKind) -> dict[str, Any]:
         """Return a separate critic with its default rate, if neither its rate nor the policy's was set.

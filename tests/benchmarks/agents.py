@@ -1,10 +1,10 @@
 """What an agent learns that is trained unchanged: seeds, success on held-out tasks before and after.
 
-    python tests/benchmarks/agents.py OUTPUT [--seeds 0 1 2] [--iterations 100] [--program]
+    python tests/benchmarks/agents.py OUTPUT [--seeds 0 1 2] [--iterations 100] [--program] [--credit states]
 
 The tasks are those of examples/train_agent.py. The agent is a Python function that does what the example's program
-does; with --program, the program itself, once for each episode. Every seed is one JSON line in OUTPUT/results.jsonl;
-what is there is not run again. Then the table, with Wilson's 95% intervals.
+does; with --program, the program itself, once for each episode. With --credit each turn has an advantage. Every seed is
+one JSON line in OUTPUT/results.jsonl; what is there is not run again. Then the table, with Wilson's 95% intervals.
 """
 
 from __future__ import annotations
@@ -64,14 +64,16 @@ def evaluate_model(environment, folder):
     return rl_core.evaluate(folder, environment=environment, settings=settings, seed=0)
 
 
-def run_seed(folder, seed, iterations, as_program):
+def run_seed(folder, seed, iterations, as_program, credit=None):
     example = load_example()
     environment = build_environment(example, as_program)
     start = folder.parent / "sft"  # all seeds begin with one model
     if not start.is_dir():
         example.imitate(environment, start)
     before = evaluate_model(environment, start)
+    turn_credit = rl_core.TurnCreditSettings(compare=credit) if credit else None
     settings = rl_core.PolicySettings(
+        turn_credit=turn_credit,
         iterations=iterations,
         prompts_per_iteration=4,
         group_size=8,
@@ -92,6 +94,7 @@ def run_seed(folder, seed, iterations, as_program):
         "seed": seed,
         "iterations": iterations,
         "agent": "program" if as_program else "function",
+        "credit": credit,
         "before": [before.success_rate, *before.interval],
         "after": [after.success_rate, *after.interval],
         "calls_before": before.turns_mean,
@@ -114,6 +117,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--program", action="store_true")
+    parser.add_argument("--credit", choices=("states", "turns", "group"))
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
     path = options.output / "results.jsonl"
@@ -121,7 +125,7 @@ def main():
     for seed in options.seeds:
         if all(row["seed"] != seed for row in rows):
             folder = options.output / f"seed{seed}"
-            rows.append(run_seed(folder, seed, options.iterations, options.program))
+            rows.append(run_seed(folder, seed, options.iterations, options.program, options.credit))
             with path.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
     print("| seed | before [95%] | after [95%] | calls an episode | seconds of GRPO |")

@@ -44,6 +44,26 @@ class FewLetters(Letters):
         return range(5) if split == "train" else range(5, 8)
 
 
+class WalkEpisode(LetterEpisode):
+    """Two right letters end it; each right one earns half, each wrong one costs an eighth."""
+
+    def act(self, text):
+        step = super().act(text)
+        self.row["place"] = place = self.row.get("place", 0) + int(step.reward)
+        is_over = place == 2
+        return Step(
+            messages=[] if is_over else [{"role": "user", "content": f"{place}"}],
+            reward=0.5 if step.success else -0.125,
+            terminated=is_over,
+            success=is_over,
+        )
+
+
+class Walk(Letters):
+    def episode(self, seed, level):
+        return WalkEpisode(seed, level)
+
+
 class ParityEpisode(LetterEpisode):
     """Right if the first token's number is even: 't12' is."""
 

@@ -1,10 +1,14 @@
 """Trainers of every algorithm on letters, by name."""
 
-from helpers.letters import LOW, FewLetters, make_trainer
+from helpers.letters import LOW, FewLetters, Walk, make_trainer
 from rl_core.settings import (
     CriticSettings,
     ReplaySettings,
+    SamplingSettings,
+    TurnCreditSettings,
 )
+
+WALK = SamplingSettings(max_completion_tokens=30, max_turns=4)
 
 RECIPES = {
     "ppo": dict(algorithm="ppo", epochs=2, learning_rate=5e-3),
@@ -21,6 +25,9 @@ RECIPES = {
     "replay": dict(
         algorithm="grpo", importance="token", replay=ReplaySettings(iterations=2, share=0.5)
     ),
+    "turn_credit": dict(
+        turn_credit=TurnCreditSettings(), sampling=WALK, environment=Walk(), context=64
+    ),
     "kl_reward": dict(algorithm="rloo", kl_coef=0.01, kl_in="reward"),
 }
 
@@ -28,4 +35,6 @@ RECIPES = {
 def build_recipe(tokenizer, name, **more):
     options = {**RECIPES[name], "curriculum": LOW, **more}
     reference = make_trainer(tokenizer).policy if options.get("kl_coef") else None
-    return make_trainer(tokenizer, FewLetters(), reference=reference, **options)
+    return make_trainer(
+        tokenizer, options.pop("environment", None) or FewLetters(), reference=reference, **options
+    )

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import LlamaForSequenceClassification
 
-from helpers.letters import FewLetters, Letters, make_trainer
+from helpers.letters import FewLetters, Letters, Walk, make_trainer
 from helpers.thinkers import make_trainer as make_thinker
 from helpers.thinkers import renderer_of_texts, teach
 from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
@@ -43,6 +43,7 @@ from rl_core.settings import (
     RollbackSettings,
     SamplingSettings,
     SFTSettings,
+    TurnCreditSettings,
 )
 from rl_core.settings.distillation import DistilledPolicySettings
 from rl_core.tracking import MemoryTracker
@@ -337,6 +338,11 @@ class _TwoTurns(Letters):
         return episode
 
 
+def make_credited():
+    sampling = SamplingSettings(max_completion_tokens=12, max_turns=3, temperature=0.8)
+    return make_policy(Walk(), turn_credit=TurnCreditSettings(), sampling=sampling, **REPLAY)
+
+
 def make_rewarded():
     sampling = SamplingSettings(max_completion_tokens=14, max_turns=2, temperature=0.8)
     return make_policy(
@@ -478,6 +484,7 @@ SCENARIOS = {
     ),
     "grpo lora": Scenario(lambda: make_policy(model=make_adapted_policy, dropout=True, epochs=2)),
     "grpo rewards": Scenario(make_rewarded, draws=True),
+    "grpo turns": Scenario(make_credited),
     "grpo rollback": Scenario(make_rolled_back),
     "grpo numerics": Scenario(make_doubted),
     "ppo": Scenario(lambda: make_policy(algorithm="ppo", epochs=2, minibatches=2, **REPLAY)),

@@ -6,7 +6,7 @@ import functools
 import torch
 
 from helpers import thinkers
-from helpers.letters import Letters, make_trainer
+from helpers.letters import Letters, Walk, make_trainer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.evaluation import evaluate
 from rl_core.inference.teacher import LocalTeacher
@@ -23,6 +23,7 @@ from rl_core.settings import (
     ReplaySettings,
     RollbackSettings,
     SamplingSettings,
+    TurnCreditSettings,
 )
 from rl_core.settings.distillation import DistilledPolicySettings
 
@@ -52,7 +53,11 @@ def make_model(seed=0, lora=None):
 def make_policy_trainer(process_group, **options):
     model = options.pop("model", None) or make_model()
     trainer = make_trainer(
-        make_tokenizer(), model=model, process_group=process_group, **{**OPTIONS, **options}
+        make_tokenizer(),
+        options.pop("environment", None),
+        model=model,
+        process_group=process_group,
+        **{**OPTIONS, **options},
     )
     requests = [EpisodeRequest(level, seed) for seed in range(3) for level in Letters.levels]
 
@@ -145,6 +150,17 @@ def list_scenarios(process_group, folder, numbers):
         "learning_rate": 3e-3,
     }
     yield "distill", lambda: run(of(**taught, **TWICE))
+    walk = {
+        "environment": Walk(),
+        "turn_credit": TurnCreditSettings(),
+        "sampling": SamplingSettings(max_completion_tokens=12, max_turns=3),
+        "reference": make_model(1),
+        "kl_coef": 0.1,
+        "kl_in": "reward",
+        "importance": "token",
+        "replay": ReplaySettings(),
+    }
+    yield "turn credit", lambda: run(of(**walk, **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
         critic = CriticSettings(kind=kind)

@@ -51,6 +51,7 @@ LONG = {
     "custom functions",
     "sapo",
     "distill",
+    "turn credit",
     "dynamic",
     "ppo separate",
     "ppo shared",

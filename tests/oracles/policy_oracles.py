@@ -217,3 +217,41 @@ def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarra
                 rewards[b, u] * (gamma**k if k else 1.0) for k, u in enumerate(where[i:])
             )
     return actual
+
+
+def compare(values: np.ndarray, method: str) -> np.ndarray:
+    """Advantages of one set of compared rewards or returns."""
+    n = len(values)
+    if n == 1:
+        return np.zeros(1)
+    centered = np.array([value - sum(values) / n for value in values])
+    if method == "dr_grpo":
+        return centered
+    if method == "rloo":
+        return np.array([v - (sum(values) - v) / (n - 1) for v in values])
+    deviation = np.sqrt(sum(c * c for c in centered) / (n - 1))
+    return centered / (deviation + 1e-4) if deviation >= 1e-3 else np.zeros(n)
+
+
+def turn_advantages(rewards, keys, episodes, gamma, episode_weight, step_weight, method):
+    """Advantages of the turns of one group; a key of None is not compared.
+
+    Every turn's return is summed from the definition, every set collected by a search over all turns.
+    """
+    returns = [
+        [sum(gamma ** (m - n) * row[m] for m in range(n, len(row))) for n in range(len(row))]
+        for row in rewards
+    ]
+    places = [(j, n) for j, row in enumerate(rewards) for n in range(len(row))]
+    actual = []
+    for j, row in enumerate(rewards):
+        values = []
+        for n in range(len(row)):
+            step = 0.0
+            if keys[j][n] is not None:
+                peers = [(a, b) for a, b in places if keys[a][b] == keys[j][n]]
+                compared = compare(np.array([returns[a][b] for a, b in peers]), method)
+                step = compared[peers.index((j, n))]
+            values.append(episode_weight * episodes[j] + step_weight * step)
+        actual.append(values)
+    return actual

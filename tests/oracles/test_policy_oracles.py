@@ -11,6 +11,7 @@ from rl_core.losses.advantages import distillation_advantages, gae, returns, vtr
 from rl_core.losses.importance import importance_ratios
 from rl_core.losses.kl import kl_penalty
 from rl_core.losses.supervised import entropy_bonus, token_entropy
+from rl_core.losses.turn_advantages import turn_advantages
 from rl_core.settings import CriticSettings, PolicySettings, SamplingSettings
 from rl_core.trainers.policy_gradient.losses import (
     LossDenominators,
@@ -213,6 +214,36 @@ def test_distillation_advantages(cases):
             to_tensor(case.old), to_tensor(case.reference), to_tensor(case.mask), gamma=gamma
         )
         np.testing.assert_allclose(actual.numpy(), oracle.distillation(case, gamma), **EXACT)
+
+
+@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("method", ["grpo", "dr_grpo", "rloo"])
+def test_turn_advantages(method, cases):
+    """Compare groups of ragged rollouts that revisit states; some turns are not compared."""
+    for seed in cases:
+        rng = np.random.default_rng([20261129, seed])
+        sizes = rng.integers(0 if seed % 3 == 0 else 1, 7, size=int(rng.integers(1, 7)))
+        rewards = [rng.standard_normal(size) * rng.choice([0.0, 1.0]) for size in sizes]
+        keys = [[None if k == 3 else int(k) for k in rng.integers(0, 4, size)] for size in sizes]
+        episodes = rng.standard_normal(len(sizes))
+        gamma, episode_weight = float(rng.choice([0.0, 0.5, 0.95, 1.0])), float(rng.choice([0, 1]))
+        step_weight = float(rng.uniform(0.1, 3))
+        expected = oracle.turn_advantages(
+            rewards, keys, episodes, gamma, episode_weight, step_weight, method
+        )
+        actual = turn_advantages(
+            to_tensor(episodes),
+            [to_tensor(row) for row in rewards],
+            keys,
+            gamma=gamma,
+            episode_weight=episode_weight,
+            step_weight=step_weight,
+            method=method,
+        )
+        for ours, theirs in zip(actual.advantages, expected, strict=True):
+            np.testing.assert_allclose(ours.numpy(), theirs, **EXACT)
+        known = [key for row in keys for key in row if key is not None]
+        assert actual.set_sizes == [known.count(key) for key in dict.fromkeys(known)]
 
 
 def test_vtrace_over_hundreds_of_tokens():

@@ -41,6 +41,16 @@ _REWARD_CHECK_ADVICE = (
 )
 
 
+def select_group_method(algorithm: Algorithm) -> GroupMethod:
+    """Return the baseline and scale of an algorithm that compares groups.
+
+    Raises: DataError for another algorithm.
+    """
+    if algorithm not in _GROUP_METHODS:
+        raise DataError(f"algorithm: '{algorithm}' compares no groups")
+    return _GROUP_METHODS[algorithm]
+
+
 def compute_relative_advantages(
     groups: Sequence[torch.Tensor], algorithm: Algorithm
 ) -> list[torch.Tensor]:
@@ -146,14 +156,14 @@ def compute_advantage_metrics(
 ) -> dict[str, float]:
     """Return mean, standard deviation and share of zeros of the advantages, and the share filtered out.
 
-    Computed over rollouts if rewards were compared (before whitening), over loss tokens if values were used; without
-    masked rollouts. Returns {} if all are masked.
+    Computed over rollouts if rewards were compared (before whitening), over loss tokens if values were used or turns
+    compared; without masked rollouts. Returns {} if all are masked.
     """
     known = [sample for sample in samples if not sample.is_masked]
     if not known:
         return {}
     compared = [sample.advantage for sample in known if sample.advantage is not None]
-    if compared:
+    if compared and all(sample.token_advantages is None for sample in known):
         advantages = torch.tensor(compared, dtype=torch.float64)
         filtered = float((advantages.abs() < filter_threshold).double().mean())
     else:

@@ -40,9 +40,14 @@ from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import (
     compute_relative_advantages,
     compute_value_advantages,
+    select_group_method,
 )
 from rl_core.trainers.policy_gradient.custom_functions import CustomFunctions, load_custom_functions
 from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.trainers.policy_gradient.turn_credit import (
+    TurnComparison,
+    estimate_token_advantages,
+)
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
@@ -409,7 +414,7 @@ class RolloutBuffer:
         else:
             if penalty_RS is not None:
                 rewards_R = rewards_R - penalty_RS.sum(1).double().cpu()
-            metrics |= self._estimate_from_rewards(rewards_R)
+            metrics |= self._estimate_from_rewards(rewards_R, penalty_RS)
         if self.settings.uses_whitening and bool(self.host_mask_RS.any()):
             self.advantages_RS = masked_whiten(self.advantages_RS, self.mask_RS)
             self._host_advantages_RS = None
@@ -423,10 +428,13 @@ class RolloutBuffer:
         assert logprobs_RS is not None
         return logprobs_RS
 
-    def _estimate_from_rewards(self, rewards_R: torch.Tensor) -> dict[str, float]:
-        """Estimate group-relative or batch advantages of the fresh groups; filtered samples lose their mask.
+    def _estimate_from_rewards(
+        self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None
+    ) -> dict[str, float]:
+        """Estimate group-relative or batch advantages of the fresh groups; filtered tokens lose their mask.
 
-        Masked samples are left out of every comparison: a group of 8 with 6 masked is a group of 2.
+        Masked samples are left out of every comparison: a group of 8 with 6 masked is a group of 2. The rewards have
+        the penalties taken off already; by turn, each turn has those of its tokens.
         """
         rows = iter(range(len(self.samples)))
         compared_rows: list[list[int]] = []  # of each fresh group with a reward
@@ -445,16 +453,57 @@ class RolloutBuffer:
             for known_rows, advantages_G in zip(compared_rows, compared, strict=True):
                 for row, advantage in zip(known_rows, advantages_G.tolist(), strict=True):
                     self.samples[row].advantage = advantage
+            if self.settings.turn_credit is not None:
+                metrics |= self._divide_among_turns(compared_rows, compared, penalty_RS)
         advantages_RS = torch.zeros(self.shape)
         for row, sample in enumerate(self.samples):
             assert sample.advantage is not None
-            if abs(sample.advantage) < self.settings.filter_threshold:
-                self.host_mask_RS[row] = False  # carries no loss and counts in no denominator
-            advantages_RS[row][self.host_mask_RS[row]] = sample.advantage
+            row_S = torch.full(self.shape[1:], sample.advantage, dtype=torch.float64)
+            if sample.token_advantages is not None:
+                start = len(sample.row.prompt_ids)
+                row_S[start : start + len(sample.token_advantages)] = row_S.new_tensor(
+                    sample.token_advantages
+                )
+            if self.settings.filter_threshold:
+                # carries no loss and counts in no denominator
+                self.host_mask_RS[row] &= row_S.abs() >= self.settings.filter_threshold
+            mask_S = self.host_mask_RS[row]
+            advantages_RS[row][mask_S] = row_S[mask_S].float()
         self.mask_RS = self.host_mask_RS.to(self.device, non_blocking=True)
         self.advantages_RS = advantages_RS.to(self.device, non_blocking=True)
         self._host_advantages_RS = advantages_RS
         return metrics
+
+    def _divide_among_turns(
+        self,
+        rows: Sequence[Sequence[int]],
+        advantages: Sequence[torch.Tensor],
+        penalty_RS: torch.Tensor | None,
+    ) -> dict[str, float]:
+        """Set the advantages of the tokens of these groups by turn; return the metrics of the comparison."""
+        settings = self.settings.turn_credit
+        assert settings is not None
+        penalty_RS = None if penalty_RS is None else penalty_RS.double().cpu()
+        comparison = TurnComparison()
+        for group_rows, advantages_G in zip(rows, advantages, strict=True):
+            samples = [self.samples[row] for row in group_rows]
+            penalties = None
+            if penalty_RS is not None:
+                penalties = [
+                    penalty_RS[row, len(self.samples[row].row.prompt_ids) :] for row in group_rows
+                ]
+            by_token = estimate_token_advantages(
+                advantages_G,
+                [sample.turns for sample in samples],
+                [len(sample.row.completion_ids) for sample in samples],
+                settings,
+                select_group_method(self.settings.algorithm),
+                penalties,
+                comparison,
+            )
+            for sample, token_advantages in zip(samples, by_token, strict=True):
+                sample.token_advantages = token_advantages
+        return comparison.compute_metrics()
 
     def _compute_relative_advantages(
         self, rewards_R: torch.Tensor, rows: Sequence[Sequence[int]]

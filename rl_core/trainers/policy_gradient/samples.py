@@ -24,8 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_core.environments.environment import warn_once
 from rl_core.rollouts.batching import TrainRow, build_train_row
 from rl_core.settings import ReplaySettings
+from rl_core.trainers.policy_gradient.turn_credit import SampleTurn, build_sample_turns
 from rl_core.types import Rollout, RolloutGroup, StopReason
 
 MIN_REWARD_SPREAD = 1e-6  # groups whose rewards differ by less carry no signal
@@ -44,13 +46,20 @@ class TrainingSample:
     advantage: float | None = None  # from comparing rewards; None = not known yet, or per token
     is_replayed: bool = False
     is_masked: bool = False  # True = no reward could be computed, so it carries no loss
+    turns: Sequence[SampleTurn] = ()  # for credit by turn
+    # [T] with credit by turn, where `advantage` is the rollout's alone; None = all tokens have `advantage`
+    token_advantages: Sequence[float] | None = None
 
 
 SampleGroup = list[TrainingSample]  # [G] the samples of one prompt
 
 
 def build_sample_groups(
-    groups: Sequence[RolloutGroup], *, bootstrap_limits: bool = False, mask_truncated: bool = False
+    groups: Sequence[RolloutGroup],
+    *,
+    bootstrap_limits: bool = False,
+    mask_truncated: bool = False,
+    task_weight: float | None = None,
 ) -> list[SampleGroup]:
     """Build one sample per rollout, in the groups of the rollouts.
 
@@ -59,6 +68,7 @@ def build_sample_groups(
             as a rollout truncated by its environment always does. False = such a limit is part of the task and ends it.
         mask_truncated: the tokens of a rollout that was cut by the token limit or the context carry no loss; its reward
             still counts in its group.
+        task_weight: of the environment's reward in the total, for credit by turn; None = no turns are needed.
     """
 
     def sample(rollout: Rollout) -> TrainingSample:
@@ -69,9 +79,21 @@ def build_sample_groups(
             row = _mask_nonfinite_tokens(row)
         if mask_truncated and is_cut_by_token_limit(rollout):
             row = dataclasses.replace(row, loss_mask=[False] * len(row.loss_mask))
-        return TrainingSample(row, rollout.reward, is_truncated, is_masked=rollout.is_masked)
+        turns = [] if task_weight is None else build_sample_turns(rollout, task_weight)
+        return TrainingSample(
+            row, rollout.reward, is_truncated, is_masked=rollout.is_masked, turns=turns
+        )
 
     return [[sample(rollout) for rollout in group.rollouts] for group in groups]
+
+
+def warn_about_single_turns(groups: Sequence[SampleGroup]) -> None:
+    """Warn, once in this process, if no episode of an iteration had turns to tell apart."""
+    if all(len(sample.turns) < 2 for group in groups for sample in group):
+        warn_once(
+            "turn_credit: every episode of an iteration had a single turn, whose advantage by turn repeats the "
+            "rollout's; remove turn_credit, or check that the policy's first action is not the episode's last"
+        )
 
 
 def compute_masking_metrics(
@@ -131,7 +153,8 @@ class ReplayBuffer:
     def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> None:
         """Store an iteration's groups; drop the oldest iteration if the buffer is full."""
         replayable = [
-            [dataclasses.replace(sample, is_replayed=True) for sample in group] for group in groups
+            [dataclasses.replace(sample, is_replayed=True, turns=()) for sample in group]
+            for group in groups
         ]
         self._past_iterations.append(replayable)
 
@@ -141,7 +164,17 @@ class ReplayBuffer:
             sample for iteration in self._past_iterations for group in iteration for sample in group
         ]
         rows = [sample.row for sample in samples]
+        by_token = {}
+        if any(sample.token_advantages is not None for sample in samples):
+            by_token = {
+                "has_token_advantages": [s.token_advantages is not None for s in samples],
+                "token_advantages": _flatten_lists(
+                    [s.token_advantages or [0.0] * len(s.row.completion_ids) for s in samples],
+                    torch.float64,
+                ),
+            }
         return {
+            **by_token,
             "group_sizes": [
                 [len(group) for group in iteration] for iteration in self._past_iterations
             ],
@@ -173,12 +206,24 @@ class ReplayBuffer:
         starts = map(tuple, state["context_starts"])
         fields = zip(prompts, completions, masks, logprobs, temperatures, starts, strict=True)
         rows = [TrainRow(*values) for values in fields]
+        by_token: list[list[float] | None] = [None] * len(rows)
+        if "token_advantages" in state:
+            parts = _split_by_lengths(state["token_advantages"], state["lengths"])
+            has_them = state["has_token_advantages"]
+            by_token = [part if has else None for part, has in zip(parts, has_them, strict=True)]
         samples = iter(
             TrainingSample(
-                row, reward, is_truncated, advantage, is_replayed=True, is_masked=is_masked
+                row,
+                reward,
+                is_truncated,
+                advantage,
+                is_replayed=True,
+                is_masked=is_masked,
+                token_advantages=token_advantages,
             )
-            for row, reward, is_truncated, is_masked, advantage in zip(
+            for row, token_advantages, reward, is_truncated, is_masked, advantage in zip(
                 rows,
+                by_token,
                 state["rewards"],
                 state["is_truncated"],
                 state["is_masked"],

@@ -46,6 +46,7 @@ from rl_core.trainers.policy_gradient.samples import (
     build_sample_groups,
     compute_masking_metrics,
     sample_groups_with_signal,
+    warn_about_single_turns,
 )
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
@@ -424,7 +425,12 @@ class PolicyGradientTrainer(RolloutTrainer):
             self.groups,
             bootstrap_limits=critic is not None and critic.bootstrap_limits,
             mask_truncated=settings.mask_truncated,
+            task_weight=(
+                None if settings.turn_credit is None else self.rewards.weights.get("task", 0.0)
+            ),
         )
+        if settings.turn_credit is not None and fresh:
+            warn_about_single_turns(fresh)
         replayed = self._replay.draw_groups(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
         metrics |= compute_masking_metrics(self.groups, mask_truncated=settings.mask_truncated)

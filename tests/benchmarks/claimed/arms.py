@@ -15,6 +15,7 @@ from rl_core.settings import (
     RewardSettings,
     RollbackSettings,
     ToolUseSettings,
+    TurnCreditSettings,
 )
 
 
@@ -122,6 +123,11 @@ def build_growing_levels(threshold: float) -> tuple[CurriculumStage, ...]:
         )
         for level in CHAINS
     )
+
+
+def credit_turns(compare: Any, **options: float) -> dict[str, Any]:
+    """Give each turn its advantage."""
+    return dict(turn_credit=TurnCreditSettings(compare=compare, **options))
 
 
 def penalize_kl(target: float, **options: Any) -> dict[str, Any]:
@@ -248,6 +254,17 @@ PARTS: dict[str, Part] = {
             Arm("ppo, two epochs", dict(algorithm="ppo", critic=make_critic(), **TWICE)),
         ),
         threshold=0.85,
+    ),
+    "credit": Part(
+        "advantages by turn on walks of many turns",
+        "maze",
+        (
+            Arm("grpo", {}, 20),
+            Arm("ppo", dict(algorithm="ppo", critic=make_critic()), 20),
+            Arm("states", credit_turns("states"), 20),
+            Arm("turns", credit_turns("turns", episode_weight=0.0), 20),
+            Arm("group", credit_turns("group", episode_weight=0.0), 20),
+        ),
     ),
     "conservative": Part(
         "holds on PPO with eight large steps an iteration (4 epochs x 2, rate 2e-3)",

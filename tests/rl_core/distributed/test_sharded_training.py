@@ -68,6 +68,7 @@ FURTHER_POLICIES = [
     "custom functions",
     "sapo",
     "distill",
+    "turn credit",
     "dynamic",
     "ppo separate",
     "ppo shared",

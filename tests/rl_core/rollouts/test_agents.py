@@ -19,6 +19,7 @@ from helpers.waiting import wait_for
 import rl_core
 from rl_core.environments import make_environment
 from rl_core.errors import EnvironmentFault, SettingsError
+from rl_core.trainers.policy_gradient.turn_credit import build_sample_turns
 from rl_core.types import StopReason
 
 
@@ -141,6 +142,15 @@ for n in range(2):
         {"call": 2, "conversation": 2},
         {"call": 4, "conversation": 2},
     ]
+    turns = build_sample_turns(rollout, 1.0)  # in the order of the calls
+    starts = [rollout.context_starts[0] if n % 2 else 0 for n in range(4)]
+    assert [turn.tokens.start >= start for turn, start in zip(turns, starts, strict=True)] == [
+        True
+    ] * 4
+    assert turns[0].tokens.start < turns[2].tokens.start < starts[1] < turns[1].tokens.start
+    assert [turn.state for turn in turns[2:]] == [("observation", "more 0")] * 2
+    assert turns[0].state == ("prompt", *rollout.prompt_ids)
+    assert turns[1].state == ("prompt", *contexts[1][: turns[1].tokens.start - starts[1]])
 
 
 def test_choices_and_calls_in_parallel_do_not_depend_on_their_order(tmp_path, policy):
@@ -238,6 +248,11 @@ print(json.dumps({"reward": 1}))
     assert len(contexts) == 4 and sum(rollout.loss_mask) > 0
     masks = np.split(np.array(rollout.loss_mask), rollout.context_starts)
     assert [bool(mask.any()) for mask in masks] == [False, False, True, False]
+    turns = rollout.trajectory.turns
+    assert [turn.is_trained for turn in turns] == [False, False, True, False]
+    credited = build_sample_turns(rollout, 1.0)
+    assert [len(turn.tokens) for turn in credited] == [0, 0, turns[2].num_tokens, 0]
+    assert [turn.reward for turn in credited] == [0, 0, 0, rollout.reward] != [0] * 4
     assert rollout.trajectory.num_action_tokens == int(masks[2].sum())
     agent = build_agent(tmp_path, code, [{"question": "run"}], reward=None, sampling="run")
     (other,) = play(agent, policy, temperature=1.3)
@@ -486,7 +501,7 @@ def test_tasks_are_split_by_content_and_level():
         agent.episode(0, agent.levels[0]).step("x")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo", "turn_credit"])
 def test_a_function_is_trained_on_all_of_its_conversations(algorithm):
     def run(task, client):
         texts = [
@@ -495,8 +510,10 @@ def test_a_function_is_trained_on_all_of_its_conversations(algorithm):
         ]
         return float(sum(len(text["content"]) for text in texts))
 
+    by_turn = rl_core.TurnCreditSettings() if algorithm == "turn_credit" else None
     settings = rl_core.PolicySettings(
-        algorithm=algorithm,
+        algorithm="grpo" if by_turn else algorithm,
+        turn_credit=by_turn,
         iterations=2,
         prompts_per_iteration=2,
         group_size=2,

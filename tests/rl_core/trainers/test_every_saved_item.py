@@ -70,6 +70,7 @@ UNUSED = {
     "optimizer_step/optimizer/state/*/exp_avg_sq": ("grpo rollback",),
     "optimizer_step/optimizer/state/*/step": ("grpo rollback",),
     "trainer/orders/high/epoch": ("grpo rollback",),
+    "trainer/replay/advantages": ("grpo turns",),  # each token has one
 }
 
 # Items that only one policy-gradient scenario uses.

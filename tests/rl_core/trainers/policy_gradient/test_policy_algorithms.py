@@ -257,7 +257,9 @@ def test_learns(tokenizer, name):
     assert sum(rates[-3:]) / 3 > 0.7
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "dapo", "sapo", "replay", "kl_reward"])
+@pytest.mark.parametrize(
+    "name", ["ppo", "ppo_shared", "dapo", "sapo", "replay", "kl_reward", "turn_credit"]
+)
 def test_resumes_bit_for_bit(tokenizer, name):
     options = dict(
         minibatches=2,

@@ -162,7 +162,7 @@ def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
 def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, options, expected):
     requests = []
 
-    def record_limits(groups, *, bootstrap_limits=False, mask_truncated=False):
+    def record_limits(groups, *, bootstrap_limits=False, **others):
         requests.append(bootstrap_limits)
         raise InterruptedError  # enough was recorded
 
