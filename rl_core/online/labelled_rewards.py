@@ -143,13 +143,15 @@ def _apply_right_answer(
 def _replay_episode(rollout: Rollout, text: str, environment: Environment) -> Rollout:
     """Replay the episode with this right answer; rewards are added up as during collection."""
     recorded = rollout.trajectory
+    known = [part.name for part in environment.parts]
+    if recorded.environment not in known:
+        raise DataError(
+            f"an experience of environment '{recorded.environment}'; this worker has '{', '.join(known)}'"
+        )
+    environment = environment.find_part(recorded.level)
     description = (
         f"environment '{environment.name}', level '{recorded.level}', seed {recorded.seed}"
     )
-    if recorded.environment != environment.name:
-        raise DataError(
-            f"an experience of environment '{recorded.environment}'; this worker has '{environment.name}'"
-        )
 
     def call(function: Callable[[], Any]) -> Any:
         if environment.blocking:
