@@ -278,8 +278,9 @@ class ExperienceScorer:
                 continue
             values = rollout.trajectory.rewards
             is_known_R[index], success_R[index] = True, bool(rollout.trajectory.success)
-            raw_RC[index] = [values[name] for name in names]
-            weighted_RC[index] = [values[WEIGHTED_PREFIX + name] for name in names]
+            # 0 for a component that only other environments of a mixture have.
+            raw_RC[index] = [values.get(name, 0.0) for name in names]
+            weighted_RC[index] = [values.get(WEIGHTED_PREFIX + name, 0.0) for name in names]
             totals_R[index] = rollout.reward
         return RewardTable(names, raw_RC, weighted_RC, totals_R, is_known_R, success_R)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,14 +13,14 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
 from rl_core.environments.mixture import MixtureEnvironment
 from rl_core.errors import RewardError, SettingsError, suggest_name
-from rl_core.models.hidden_states import TurnEmbedder
+from rl_core.models.hidden_states import TurnEmbedder, TurnEmbeddings
 from rl_core.rewards.components import RewardComponent
 from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.settings import RewardSettings, build_settings
 from rl_core.settings.base import Settings
-from rl_core.types import RolloutGroup
+from rl_core.types import Rollout, RolloutGroup
 
 
 class _CollectedFailures(EpisodeFailureMonitor):
@@ -125,17 +126,21 @@ class MixtureRewards(RewardOrchestrator):
         states = self._compute_states(rollouts, embed)
         state_of = dict(zip(map(id, rollouts), states, strict=True)) if states else {}
         parts: list[tuple[int, dict[str, float]]] = []
-        for label, selected in self._group_by_environment(groups).items():
-            own = [rollout for group in selected for rollout in group.rollouts]
-            metrics = self.parts[label].score(
-                selected,
-                embed=(lambda _, own=own: [state_of[id(r)] for r in own]) if states else None,
-                penalties=penalties,
-            )
-            parts.append((len(own), metrics))
-        failed = [episode for monitor in self._collected.values() for episode in monitor.pending]
-        for monitor in self._collected.values():
-            monitor.pending = []
+        failed: list[FailedEpisode] = []
+        try:
+            for label, selected in self._group_by_environment(groups).items():
+                own = [rollout for group in selected for rollout in group.rollouts]
+                own_states = [state_of[id(rollout)] for rollout in own] if states else []
+                metrics = self.parts[label].score(
+                    selected,
+                    embed=functools.partial(_return_states, own_states),
+                    penalties=penalties,
+                )
+                parts.append((len(own), metrics))
+                failed += self._collected[label].pending
+        finally:
+            for monitor in self._collected.values():
+                monitor.pending = []
         self.failures.close_collection(failed, len(rollouts))
         known = [rollout.reward for rollout in rollouts if not rollout.is_masked]
         merged = _average_metrics(parts)
@@ -176,6 +181,13 @@ class MixtureRewards(RewardOrchestrator):
                     )
                 by_label.setdefault(label, []).append(group)
         return {label: by_label[label] for label in self.parts if label in by_label}
+
+
+def _return_states(
+    states: Sequence[TurnEmbeddings], rollouts: Sequence[Rollout]
+) -> list[TurnEmbeddings]:
+    """Return states that were computed before, one for each rollout."""
+    return list(states)
 
 
 def _average_metrics(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

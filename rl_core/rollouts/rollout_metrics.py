@@ -27,7 +27,7 @@ def compute_rollout_metrics(
     with_success: bool = True,
     tools: Sequence[str] = (),
     visual_tools: Collection[str] = (),
-    by_environment: bool = False,
+    environments: Sequence[str] = (),
 ) -> dict[str, float]:
     """Compute success, length, truncation and tool use of one iteration, all as means over its rollouts.
 
@@ -38,7 +38,7 @@ def compute_rollout_metrics(
     Args:
         with_success: False = omit success rates, for environments without them.
         tools, visual_tools: see `compute_behaviour_metrics`, whose metrics are included.
-        by_environment: also compute success, reward and share of the rollouts by environment, for a mixture.
+        environments: of a mixture: also compute success, reward and share of the rollouts of each.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -62,10 +62,9 @@ def compute_rollout_metrics(
         / max(action_tokens, 1),
     }
     metrics |= compute_behaviour_metrics(trajectories, tools, visual_tools)
-    if by_environment:
-        metrics |= _compute_environment_metrics([r for r in rollouts if not r.is_masked], rollouts)
+    metrics |= _compute_environment_metrics(rollouts, environments)
     known = [trajectory for trajectory in trajectories if trajectory.success is not None]
-    if not known or not (with_success or by_environment):
+    if not known or not (with_success or environments):
         return metrics
     metrics["train/success_rate"] = _compute_mean(bool(t.success) for t in known)
     by_level: dict[str, list[bool]] = defaultdict(list)
@@ -78,18 +77,15 @@ def compute_rollout_metrics(
 
 
 def _compute_environment_metrics(
-    scored: Sequence[Rollout], rollouts: Sequence[Rollout]
+    rollouts: Sequence[Rollout], environments: Sequence[str]
 ) -> dict[str, float]:
-    """Compute success, reward and share of the rollouts of each environment.
-
-    Args:
-        scored: the rollouts whose reward is known.
-    """
+    """Compute success, reward and share of the rollouts of each environment; only the share of one without rollouts."""
     metrics: dict[str, float] = {}
-    for name in sorted({rollout.trajectory.environment for rollout in rollouts}):
-        trajectories = [r.trajectory for r in rollouts if r.trajectory.environment == name]
-        metrics[f"train/rollout_share_by_environment/{name}"] = len(trajectories) / len(rollouts)
-        rewards = [r.reward for r in scored if r.trajectory.environment == name]
+    for name in environments:
+        own = [rollout for rollout in rollouts if rollout.trajectory.environment == name]
+        trajectories = [rollout.trajectory for rollout in own]
+        metrics[f"train/rollout_share_by_environment/{name}"] = len(own) / len(rollouts)
+        rewards = [rollout.reward for rollout in own if not rollout.is_masked]
         if rewards:
             metrics[f"reward/mean_by_environment/{name}"] = _compute_mean(rewards)
         known = [t for t in trajectories if t.success is not None]

@@ -400,12 +400,12 @@ def _build_instance(hint: Any, value: Any, key: Key, problems: list[ConfigProble
         return hint(**built)
     except SettingsError as error:
         name, colon, text = str(error).partition(": ")
-        first, *rest = name.split(".")
+        first, *names = name.split(".")
         if colon and first in hints:
-            is_list = typing.get_origin(hints[first]) is tuple
-            if is_list and rest and rest[0].isdigit():  # the index of an item
-                rest = [int(rest[0]), *rest[1:]]
-            problems.append(ConfigProblem((*key, first, *rest), text))
+            inner: Key = tuple(names)
+            if typing.get_origin(hints[first]) is tuple and names and names[0].isdigit():
+                inner = (int(names[0]), *names[1:])  # the index of an item
+            problems.append(ConfigProblem((*key, first, *inner), text))
         else:
             problems.append(ConfigProblem(key, str(error)))
         # each value is within its range: continue to find the other problems

@@ -176,6 +176,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         # Metrics of the newest evaluation, for the curriculum's next observation.
         self._latest_evaluation: dict[str, float] = {}
         self._watched_names = list_watchable_names(settings, environment)
+        parts = environment.parts  # of a mixture
+        self._labels = tuple(part.name for part in parts) if len(parts) > 1 else ()
         self._tools = tuple(environment.tools.tools)
         self._visual_tools = environment.tools.list_visual_tools()
         check_watched_tools(settings, environment)
@@ -238,7 +240,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             with_success=self.environment.knows_success,
             tools=self._tools,
             visual_tools=self._visual_tools,
-            by_environment=len(self.environment.parts) > 1,
+            environments=self._labels,
         )
         rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)

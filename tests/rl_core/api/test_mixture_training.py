@@ -93,6 +93,7 @@ def test_metrics_by_environment_are_those_of_its_rollouts(tmp_path):
             mine = [row for row in own if row["level"].startswith(f"{label}/")]
             if not mine:
                 assert f"train/success_rate_by_environment/{label}" not in metrics
+                assert metrics[f"train/rollout_share_by_environment/{label}"] == 0
                 continue
             successes = [float(row["success"]) for row in mine]
             rewards = [row["reward"] for row in mine]

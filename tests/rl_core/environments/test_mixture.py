@@ -317,3 +317,43 @@ def test_each_environment_prepares_its_data_in_its_folder(tmp_path):
     files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.txt"))
     assert files == ["environments/a/rows.txt", "environments/b/rows.txt"]
     assert not (tmp_path / "environments" / "c").exists()
+
+
+def test_demonstrations_come_by_weight_in_a_fixed_order():
+    from tasks.stages.prepare_data import _iter_training_seeds
+
+    mixture = mix(
+        a=rl_core.MixturePart(Echo(), weight=2.0, levels={"low": 1.0}),
+        b=rl_core.MixturePart(Echo(), levels={"high": 1.0}),
+        seen=rl_core.MixturePart(Echo(), weight=0.0),
+    )
+    drawn = [
+        level
+        for (level, _), _ in zip(
+            _iter_training_seeds(mixture, mixture.level_weights), range(6), strict=False
+        )
+    ]
+    # Next is the level with the smallest (count + 1) / weight: 1/2, 2/2 (first of two), 1/1, 3/2, 4/2, 2/1.
+    assert drawn == ["a/low", "a/low", "b/high", "a/low", "a/low", "b/high"]
+
+
+def test_a_served_episode_is_of_its_environment():
+    from posttrain.serving.environment_sessions import EnvironmentSessions
+    from posttrain.serving.request_bodies import EpisodeBody
+    from rl_core.settings import EnvironmentSettings
+
+    options = {
+        "environments": [{"name": "arithmetic", "label": "sums", "max_turns": 1}, {"name": "maze"}]
+    }
+    sessions = EnvironmentSessions(EnvironmentSettings(name="mixture", options=options))
+    try:
+        body = EpisodeBody(name="mixture", level="sums/easy", seed=3)
+        renderer = small_policy().renderer
+        session = sessions.open_session(body, renderer, SamplingSettings(), 0, 0, 512)
+        assert session._build_trajectory().environment == "sums"
+        assert session._max_turns == 1 and session.messages == (
+            make_environment("arithmetic").episode(3, "easy").reset()
+        )
+        session.close()
+    finally:
+        sessions.close_pool()

@@ -45,7 +45,11 @@ def test_environments_become_one_environment_and_settings_survive_a_dump():
 
 
 CASES = [
-    ([SUMS, {**GRID, "label": "SUMS"}], "environments.1.label", "two environments are named 'SUMS'"),
+    (
+        [SUMS, {**GRID, "label": "SUMS"}],
+        "environments.1.label",
+        "two environments are named 'SUMS'",
+    ),
     ([{**SUMS, "label": "a/b"}, GRID], "environments.0.label", "'a/b' must be 1 to 40"),
     ([{**SUMS, "weight": -1}, GRID], "environments.0.weight", "at least 0"),
     (
@@ -190,9 +194,13 @@ def test_a_missing_file_and_prompts_without_a_reward_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"environments\.1\.options\.path: .* is not a file"):
         load_settings(config)
     write_rows(tmp_path / "second.jsonl")
-    with pytest.raises(ConfigError, match=r"environments\.1\.rewards: prompts alone give no reward"):
+    with pytest.raises(
+        ConfigError, match=r"environments\.1\.rewards: prompts alone give no reward"
+    ):
         load_settings(config, ["environments.1.rewards={}"])
-    with pytest.raises(ConfigError, match=r"environments\.1\.rewards\.exact: .*'second'.*'solution'"):
+    with pytest.raises(
+        ConfigError, match=r"environments\.1\.rewards\.exact: .*'second'.*'solution'"
+    ):
         load_settings(config, ["environments.1.reward_options={exact: {column: solution}}"])
 
 
