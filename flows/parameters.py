@@ -60,6 +60,7 @@ CHANGEABLE_KEYS = (
     "stages",
     "model",
     "environment",
+    "environments",
     "tracking.traces",
     "tracking.system_metrics_seconds",
 )
@@ -262,6 +263,8 @@ def read_settings(
             return requested
         if settings.get("environment") == masked["environment"]:
             settings = {**settings, "environment": dump_settings(requested)["environment"]}
+        if settings.get("environments") == masked["environments"]:
+            settings = {**settings, "environments": dump_settings(requested)["environments"]}
     if declared is not None:
         refuse_undeclared_changes(
             _read_parameter(settings, overrides, import_code=False),
@@ -342,7 +345,7 @@ def _format_override_value(key: str, value: str) -> str:
     """Format a value; secrets are masked as in the parameters, and so is a block of the environment."""
     parts = key.split(".")
     may_be_secret = any(map(is_secret_option, parts)) or "{" in value
-    return MASK if parts[0] == "environment" and may_be_secret else value[:24]
+    return MASK if parts[0].startswith("environment") and may_be_secret else value[:24]
 
 
 def _shorten_key(key: str) -> str:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         make_environment,
     )
     from rl_core.environments.agent import Agent, AgentCall, AgentClient, AgentResult
+    from rl_core.environments.mixture import MixtureEnvironment, MixturePart
     from rl_core.environments.prompts import Prompts
     from rl_core.errors import (
         BackendError,
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
         LoopSettings,
         LoraSettings,
         MathSettings,
+        MixedEnvironmentSettings,
         ModelSettings,
         NetworkSettings,
         NumericSettings,
@@ -314,6 +316,9 @@ __all__ = [
     "JudgeSettings",
     "KLBandSettings",
     "MathSettings",
+    "MixedEnvironmentSettings",
+    "MixtureEnvironment",
+    "MixturePart",
     "NumericSettings",
     "NumericsGateSettings",
     "OnlineAuditSettings",
@@ -342,6 +347,7 @@ _PUBLIC_NAMES = {
     "rl_core.data.records": "RowSource",
     "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make_environment",
     "rl_core.environments.agent": "Agent AgentCall AgentClient AgentResult",
+    "rl_core.environments.mixture": "MixtureEnvironment MixturePart",
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
@@ -362,7 +368,8 @@ _PUBLIC_NAMES = {
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
         "FormatSettings GgufSettings "
         "JudgeSettings KLBandSettings LaunchSettings "
-        "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NetworkSettings NumericSettings "
+        "LengthSettings LoopSettings LoraSettings MathSettings MixedEnvironmentSettings ModelSettings "
+        "NetworkSettings NumericSettings "
         "NumericsGateSettings "
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "

@@ -45,6 +45,7 @@ class EpisodeResult:
     samples: int  # rollouts of this episode
     successes: int | None  # successful rollouts; None = success is unknown
     reward: float  # mean over the rollouts
+    environment: str = ""  # "" = unknown, of evaluations by earlier versions
 
     @property
     def key(self) -> tuple[str, int]:
@@ -99,6 +100,33 @@ class Evaluation:
             return None
         return Rate(self.success_rate, *self.interval, self.samples)
 
+    @property
+    def environments(self) -> tuple[str, ...]:
+        """Environments of a mixture, in order of their first episode; () = the episodes are of one environment."""
+        names = tuple(dict.fromkeys(episode.environment for episode in self.episodes))
+        return names if len(names) > 1 else ()
+
+    def select_environment(self, name: str) -> list[EpisodeResult]:
+        """Return the episodes of one environment."""
+        return [episode for episode in self.episodes if episode.environment == name]
+
+    @property
+    def by_environment(self) -> dict[str, Rate]:
+        """Success rate of each environment of a mixture; without those of an unknown success."""
+        if not self.environments:
+            return {}
+        return _compute_rates_by(self.episodes, lambda episode: episode.environment)
+
+    @property
+    def reward_by_environment(self) -> dict[str, float]:
+        """Mean reward of each environment of a mixture, over its rollouts."""
+        groups = {name: self.select_environment(name) for name in self.environments}
+        return {
+            name: sum(episode.reward * episode.samples for episode in group)
+            / sum(episode.samples for episode in group)
+            for name, group in groups.items()
+        }
+
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """Return scalars for tracking, named `eval/...`; without those of an unknown success."""
         values: dict[str, float] = {}
@@ -126,6 +154,10 @@ class Evaluation:
             values[f"success_rate_by_level/{level}"] = rate.rate
         for kind, rate in self.by_kind.items():
             values[f"success_rate_by_kind/{kind}"] = rate.rate
+        for name, rate in self.by_environment.items():
+            values[f"success_rate_by_environment/{name}"] = rate.rate
+        for name, reward in self.reward_by_environment.items():
+            values[f"reward_mean_by_environment/{name}"] = reward
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -261,6 +293,7 @@ def summarize_trajectories(trajectories: Iterable[Trajectory], seconds: float = 
             len(group),
             _count_successes(group),
             _compute_mean(t.reward for t in group),
+            group[0].environment,
         )
         for (level, seed), group in grouped.items()
     ]

@@ -215,7 +215,12 @@ def _load_reward_functions(
     from rl_core.user_code.load import import_function
 
     policy = settings.stages.policy
-    names = [name for name in (policy.rewards if policy is not None else {}) if ":" in name]
+    weights = policy.rewards if policy is not None else {}
+    played = recorded if isinstance(recorded, Trajectory) else recorded.trajectory
+    for entry in settings.environments:
+        if entry.resolved_label == played.environment and entry.rewards:
+            weights = entry.rewards
+    names = [name for name in weights if ":" in name]
     if isinstance(recorded, Trajectory):
         names = [name for name in names if name in recorded.rewards]
     elif not recorded.failed_in.startswith("reward "):

@@ -73,7 +73,13 @@ def run_command(arguments: argparse.Namespace) -> int:
         *(f"  data      {line}" for line in data),
     ]
     if _needs_environment(settings):
-        lines.append(f"  acts in   {settings.environment.name}")
+        names = [environment.name for _, environment in settings.list_environment_blocks()]
+        if settings.environments:
+            names = [
+                f"{entry.resolved_label} ({entry.name}, weight {entry.weight:g})"
+                for entry in settings.environments
+            ]
+        lines.append(f"  acts in   {', '.join(names)}")
     if code:
         state = "found, not imported: --import-code" if is_unimported else "imported"
         lines.append(f"  code      {code} ({state})")

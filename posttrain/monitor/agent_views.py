@@ -65,12 +65,14 @@ def _build_empty_note(text: str) -> list[dict[str, Any]]:
     return [build_note("nothing", [text], "small")]
 
 
-def _list_metrics_below(stage: StageView, prefix: str) -> list[tuple[str, str]]:
-    """List the metrics directly below a prefix, each with the last part of its name."""
+def _list_metrics_below(
+    stage: StageView, prefix: str, *, is_nested: bool = False
+) -> list[tuple[str, str]]:
+    """List the metrics directly below a prefix, or all below it, each with the last part of its name."""
     return [
         (name, name.removeprefix(prefix))
         for name in sorted(stage.table.series)
-        if name.startswith(prefix) and "/" not in name.removeprefix(prefix)
+        if name.startswith(prefix) and (is_nested or "/" not in name.removeprefix(prefix))
     ]
 
 
@@ -104,6 +106,7 @@ def _build_reward_charts(
 ) -> list[dict[str, Any]]:
     options = choice.drawing_options
     totals = [("reward/mean", "mean"), ("reward/std", "std over rollouts")]
+    by_environment = _list_metrics_below(stage, "reward/mean_by_environment/")
     weighted = _list_metrics_below(stage, "reward/weighted/")
     correlations = _list_metrics_below(stage, "reward/correlation/")
     raw = [
@@ -113,6 +116,14 @@ def _build_reward_charts(
     ]
     charts = [
         build_family_chart("total", "Total reward", totals, pairs, options, unit="per episode"),
+        build_family_chart(
+            "environments",
+            "Total reward by environment",
+            by_environment,
+            pairs,
+            options,
+            unit="per episode",
+        ),
         build_family_chart(
             "weighted", "Weighted parts", weighted, pairs, options, unit="add up to the total"
         ),
@@ -319,7 +330,8 @@ def _build_curriculum_charts(
         names=names,
         moves=build_move_marks(stage, unsmoothed, run.started),
     )
-    levels = _list_metrics_below(stage, "train/success_rate_by_level/")
+    # Levels of a mixture are named environment/level.
+    levels = _list_metrics_below(stage, "train/success_rate_by_level/", is_nested=True)
     level_chart = build_family_chart(
         "levels", "Success by level", levels, pairs, options, unit="share", span=(0.0, 1.0)
     )
@@ -431,6 +443,15 @@ def build_trajectories_tab(
     ]
 
 
+def _draws_images(environment: Mapping[str, Any], level: str) -> bool:
+    """Return whether the environment, or that of the level in a mixture, shows a picture."""
+    names = {"": environment.get("name")}
+    for entry in (environment.get("options") or {}).get("environments") or ():
+        label = entry.get("label") or str(entry.get("name")).rpartition(":")[2]
+        names[label] = entry.get("name")
+    return names.get(level.partition("/")[0], names[""]) == "pixel_grid"
+
+
 def _build_episode(run: RunView, row: Mapping[str, Any], path: Path) -> dict[str, Any]:
     level, seed = str(row.get("level", "")), row.get("seed", 0)
     turns = [turn for turn in row["turns"] if isinstance(turn, dict)]
@@ -440,7 +461,7 @@ def _build_episode(run: RunView, row: Mapping[str, Any], path: Path) -> dict[str
     if isinstance(row.get("iteration"), int):
         iteration = f"iteration {int(row['iteration']) + 1} · "
     image = ""
-    if (run.config.get("environment") or {}).get("name") == "pixel_grid":
+    if _draws_images(run.config.get("environment") or {}, level):
         image = f"image.png?{urlencode({'run': run.id, 'level': level, 'seed': seed})}"
     reward = format_number(row.get("reward"))
     return {

@@ -31,6 +31,11 @@ ComparedStages = Sequence[tuple[RunView, StageView]]
 _LABELS = {
     "train/success_rate": "Success in training",
     "train/success_rate_by_level/*": "Success in training, {}",
+    "train/success_rate_by_environment/*": "Success in training, {}",
+    "train/rollout_share_by_environment/*": "Share of rollouts, {}",
+    "reward/mean_by_environment/*": "Reward, {}",
+    "eval/success_rate_by_environment/*": "Success, held out, {}",
+    "eval/reward_mean_by_environment/*": "Reward, held out, {}",
     "eval/success_rate": "Success, held out",
     "eval/success_rate_by_level/*": "Success, held out, {}",
     "eval/accuracy": "Pairs ranked rightly, held out",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -185,6 +185,83 @@ def build_headline_tiles(run: RunView, stage: StageView | None) -> dict[str, Any
     if not items and stage is not None:
         items = _build_current_tiles(stage)
     return {"kind": "tiles", "id": "headline", "items": items} if items else None
+
+
+_ENVIRONMENT_PREFIX = "success_rate_by_environment/"
+
+
+def build_environment_chart(pairs: ComparedStages, choice: PageSelection) -> dict[str, Any] | None:
+    """Build the curves of success by environment of a mixture; None for any other stage."""
+    prefix = f"train/{_ENVIRONMENT_PREFIX}"
+    names = [
+        (name, name.removeprefix(prefix))
+        for name in sorted(pairs[0][1].table.series)
+        if name.startswith(prefix)
+    ]
+    return build_family_chart(
+        "by environment",
+        "Success by environment",
+        names,
+        pairs,
+        choice.drawing_options,
+        unit="share",
+        span=(0.0, 1.0),
+    )
+
+
+def build_environment_table(
+    run: RunView, pairs: ComparedStages, choice: PageSelection
+) -> dict[str, Any] | None:
+    """Build a table with one row per environment of a mixture; None for any other run.
+
+    Columns: share of the rollouts, success and reward in training, and success of every evaluated model.
+    """
+    evaluations = [stage for stage in run.stages if stage.label.startswith("evaluate")]
+    models = [
+        label
+        for label in dict.fromkeys((START_MODEL, *(stage.label for stage in run.stages)))
+        if _find_environment_rates(evaluations, label)
+    ]
+    training = pairs[0][1].table.series if pairs else {}
+    prefix = "train/rollout_share_by_environment/"
+    names = {name.removeprefix(prefix) for name in training if name.startswith(prefix)}
+    for label in models:
+        names |= _find_environment_rates(evaluations, label).keys()
+    if not names:
+        return None
+    window = max(1, choice.window)
+
+    def format_mean(metric: str, name: str, *, is_share: bool) -> str:
+        series = training.get(f"{metric}/{name}")
+        if series is None:
+            return MISSING_VALUE
+        mean = series.compute_mean(window)
+        return format_percent(mean) if is_share else format_number(mean)
+
+    rows = []
+    for name in sorted(names):
+        row = [name, format_mean("train/rollout_share_by_environment", name, is_share=True)]
+        row.append(format_mean("train/success_rate_by_environment", name, is_share=True))
+        row.append(format_mean("reward/mean_by_environment", name, is_share=False))
+        for label in models:
+            rate = _find_environment_rates(evaluations, label).get(name)
+            row.append(MISSING_VALUE if rate is None else format_percent(rate))
+        rows.append(row)
+    heads = [f"#{label.replace('_', ' ')}, held out" for label in models]
+    columns = ("environment", "#share of rollouts", "#success in training", "#reward", *heads)
+    note = f"Training: means over the newest {window} observations."
+    return build_table("environments", "Environments", columns, rows, note if training else "")
+
+
+def _find_environment_rates(stages: Iterable[StageView], label: str) -> dict[str, float]:
+    """Return the held-out success of a model by environment."""
+    prefix = f"eval/{label}/{_ENVIRONMENT_PREFIX}"
+    return {
+        name.removeprefix(prefix): series.last
+        for stage in stages
+        for name, series in stage.table.series.items()
+        if name.startswith(prefix)
+    }
 
 
 def _build_result_tiles(run: RunView) -> list[dict[str, str]]:

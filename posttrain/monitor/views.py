@@ -35,6 +35,8 @@ from posttrain.monitor.charts import (
 )
 from posttrain.monitor.overview_views import (
     build_alarm_notes,
+    build_environment_chart,
+    build_environment_table,
     build_headline_tiles,
     build_load_charts,
     build_metric_table,
@@ -236,6 +238,8 @@ def build_overview_tab(
     if (tiles := build_headline_tiles(run, pairs[0][1] if pairs else None)) is not None:
         blocks.append(tiles)
     blocks.append(build_stage_table(run))
+    if (environments := build_environment_table(run, pairs, choice)) is not None:
+        blocks.append(environments)
     if pairs and (charts := _build_headline_charts(pairs, choice)):
         title = f"Stage {pairs[0][1].label.replace('_', ' ')}"
         blocks.append(build_charts_block("headlines", charts, title, _describe_averages(choice)))
@@ -267,6 +271,8 @@ def _build_headline_charts(pairs: ComparedStages, choice: PageSelection) -> list
     names = names[: _MAX_HEADLINE_CHARTS - len(speed_charts)]
     selected = [name for name in choice.metrics if name in series and name not in names]
     charts = [_build_metric_chart(name, pairs, choice) for name in (*selected, *names)]
+    if (environments := build_environment_chart(pairs, choice)) is not None:
+        charts.insert(0, environments)
     return charts + speed_charts
 
 

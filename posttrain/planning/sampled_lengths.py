@@ -72,7 +72,8 @@ def _load_renderer(settings: PipelineSettings) -> ChatRenderer | None:
 def _build_environment(settings: PipelineSettings) -> Environment | None:
     """Build the environment if it is a shipped one that only computes; None otherwise, or if its data is missing."""
     name, options = settings.environment.name, dict(settings.environment.options)
-    if name not in SHIPPED_ENVIRONMENTS:
+    names = [part.name for _, part in settings.list_environment_blocks()]
+    if not set(names) <= SHIPPED_ENVIRONMENTS.keys():
         return None
     try:
         if list_environment_code(name, options):
@@ -109,10 +110,11 @@ def _iter_seeds(environment: Environment) -> Iterator[tuple[str, int]]:
 def _iter_prompt_lengths(environment: Environment | None, renderer: ChatRenderer) -> Iterator[int]:
     if environment is None:
         return
-    if renderer.settings.native_tools:
-        renderer = renderer.with_tools(environment.tools.schema())
     for level, seed in _iter_seeds(environment):
-        yield len(renderer.prompt_ids(environment.episode(seed, level).reset()))
+        described = renderer
+        if renderer.settings.native_tools:
+            described = renderer.with_tools(environment.find_part(level).tools.schema())
+        yield len(described.prompt_ids(environment.episode(seed, level).reset()))
 
 
 def _iter_demonstration_lengths(
@@ -131,8 +133,9 @@ def _iter_demonstration_lengths(
         for row in _iter_file_rows(path, validate_demonstration):
             yield from measure(row["messages"], row.get("tools"))
     elif environment is not None:
-        schema = environment.tools.schema() if renderer.settings.native_tools else []
         for level, seed in _iter_seeds(environment):
+            tools = environment.find_part(level).tools
+            schema = tools.schema() if renderer.settings.native_tools else []
             demonstration = environment.demonstration(seed, level)
             if demonstration is not None:
                 yield from measure(demonstration.messages, schema)

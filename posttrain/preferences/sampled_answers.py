@@ -97,7 +97,8 @@ def sample_items(
         ]
         num_equal += len(answers) == 2 and answers[0][1] == answers[1][1]
         prompt = _format_prompt(environment.episode(request.seed, request.level).reset())
-        about = {"environment": environment.name, "level": request.level, "seed": request.seed}
+        name = environment.find_part(request.level).name
+        about = {"environment": name, "level": request.level, "seed": request.seed}
         for item in _build_items(prompt, answers, about, rating):
             items.setdefault(item.id, item)
     if not items:
@@ -135,10 +136,11 @@ def _draw_requests(
     environment: Environment, rating: RatingSettings, seed: int
 ) -> list[EpisodeRequest]:
     """Draw training episodes of the levels in turn, each once if there are enough."""
-    for level in rating.levels:
+    chosen = tuple(environment.expand_levels(dict.fromkeys(rating.levels, 1.0)))
+    for level in chosen:
         environment.check_level(level)
     orders, rng = TrainingSeedOrders(environment, seed), np.random.default_rng(seed)
-    wanted = rating.levels or environment.levels
+    wanted = chosen or tuple(environment.level_weights)
     levels = [level for level in wanted if len(environment.seeds_of("train", level))]
     if not levels:
         raise DataError(

@@ -18,7 +18,7 @@ from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.environments.step_pool import StepPool
 from rl_core.errors import DataError, EnvironmentFault, PosttrainError, SettingsError, suggest_name
 from rl_core.inference.sampling import compute_sequence_seed
-from rl_core.rollouts.collect import enable_native_tools
+from rl_core.rollouts.collect import enable_native_tools, limit_turns
 from rl_core.rollouts.episode_sequence import EpisodeRequest, EpisodeSequence, Renderer
 from rl_core.settings import EnvironmentSettings, SamplingSettings
 
@@ -91,13 +91,14 @@ class EnvironmentSessions:
         level = body.level if body.level is not None else environment.levels[0]
         try:
             environment.check_level(level)
+            part = environment.find_part(level)  # of a mixture
             session = EnvironmentSession(
-                environment,
-                enable_native_tools(renderer, environment.tools),
+                part,
+                enable_native_tools(renderer, part),
                 EpisodeRequest(level, body.seed),
-                sampling,
-                self._pool if environment.blocking else None,
-                compute_sequence_seed(seed, environment.name, level, body.seed, sample),
+                limit_turns(part, sampling),
+                self._pool if part.blocking else None,
+                compute_sequence_seed(seed, part.name, level, body.seed, sample),
                 sample,
             )
             session.begin_episode(context)

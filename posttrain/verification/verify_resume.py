@@ -148,7 +148,8 @@ def _build_isolation_overrides(settings: PipelineSettings) -> list[str]:
 
 def _report_failed_baseline(message: str, settings: PipelineSettings, folder: Path) -> int:
     if UNSEEDED_MESSAGE in message:
-        suspects = find_suspect_lines([settings.environment.name])
+        names = [environment.name for _, environment in settings.list_environment_blocks()]
+        suspects = find_suspect_lines(names)
         print(
             "NOT deterministic: the environment's opening messages\n"
             f"  what      {message.splitlines()[-1].strip()}\n"

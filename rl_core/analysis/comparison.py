@@ -61,6 +61,7 @@ class ModelComparison:
     measures: dict[str, Difference] = field(
         default_factory=dict
     )  # of those that an episode has, by name
+    by_environment: list[PairedGroup] = field(default_factory=list)  # of a mixture
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-serialisable dict."""
@@ -73,6 +74,7 @@ class ModelComparison:
             "second": self.second,
             "total": self.total.to_json(),
             "reward": self.reward._asdict(),
+            "by_environment": [paired.to_json() for paired in self.by_environment],
             "by_level": [paired.to_json() for paired in self.by_level],
             "by_kind": [paired.to_json() for paired in self.by_kind],
             "p_value": self.p_value,
@@ -127,6 +129,12 @@ def compare_models(
         reward=_estimate_mean_difference(
             pairs.episodes, pairs.reward_sum, pairs.reward_squares, confidence
         ),
+        by_environment=[
+            row(name, group)
+            for name, group in index.compute_paired_differences(
+                first, second, "environment"
+            ).items()
+        ],
         by_level=[
             row(name, group)
             for name, group in index.compute_paired_differences(first, second, "level").items()
@@ -259,7 +267,7 @@ def diff_models(
     ]
     worse = [
         (row.success.difference, row)
-        for row in (*paired.by_level, *paired.by_kind)
+        for row in (*paired.by_environment, *paired.by_level, *paired.by_kind)
         if row.success is not None and row.success.difference < 0
     ]
     return ModelDiff(

@@ -22,6 +22,7 @@ _METRICS = tuple(PAIRED_METRIC_DIRECTIONS)
 _SCHEMA = f"""
 CREATE TABLE episode (
     place INTEGER,      -- number of (environment, level)
+    environment INTEGER,
     seed INTEGER,
     model INTEGER,
     kind INTEGER,
@@ -42,7 +43,7 @@ WHERE a.model = ? AND b.model = ? AND a.digest = b.digest
 _SUCCESS_GAIN = "1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples"
 _REWARD_GAIN = "(b.reward / b.samples - a.reward / a.samples)"
 _REWARD_SIGN = f"1.0 * (({_REWARD_GAIN} > 0) - ({_REWARD_GAIN} < 0))"
-GroupBy = Literal["all", "level", "kind"]
+GroupBy = Literal["all", "environment", "level", "kind"]
 _ALIASES = "abcdefgh"  # aliases of the joined tables; limits the number of models
 MAX_GROUPS = 1000  # maximum distinct levels or kinds; more indicate a malformed file
 
@@ -98,6 +99,7 @@ class EpisodeIndex:
         self._db.execute(_SCHEMA)
         self._db.execute("BEGIN")
         self._level_ids: dict[tuple[str, str], int] = {}
+        self._environment_ids: dict[str, int] = {}
         self._kind_ids: dict[str, int] = {}
         self._pending: list[tuple[int | float | None, ...]] = []
 
@@ -128,6 +130,9 @@ class EpisodeIndex:
         place = self._level_ids.setdefault(
             (trajectory.environment, trajectory.level), len(self._level_ids)
         )
+        environment = self._environment_ids.setdefault(
+            trajectory.environment, len(self._environment_ids)
+        )
         kind = self._kind_ids.setdefault(trajectory.kind, len(self._kind_ids))
         if max(place, kind) >= MAX_GROUPS:
             raise DataError(
@@ -140,6 +145,7 @@ class EpisodeIndex:
         self._pending.append(
             (
                 place,
+                environment,
                 trajectory.seed,
                 model,
                 kind,
@@ -156,7 +162,7 @@ class EpisodeIndex:
     def flush_pending_rows(self) -> None:
         """Write pending rows; called by every query."""
         self._db.executemany(
-            f"""INSERT INTO episode VALUES (?, ?, ?, ?, ?, 1, ?, ?, ?{", ?" * len(_METRICS)})
+            f"""INSERT INTO episode VALUES (?, ?, ?, ?, ?, ?, 1, ?, ?, ?{", ?" * len(_METRICS)})
             ON CONFLICT DO UPDATE SET samples = samples + 1, successes = successes + excluded.successes,
             reward = reward + excluded.reward, {", ".join(f"{n} = {n} + excluded.{n}" for n in _METRICS)}""",
             self._pending,
@@ -164,23 +170,30 @@ class EpisodeIndex:
         self._pending.clear()
 
     def format_level(self, level_id: int) -> str:
-        """Format a level, with its environment if there are several."""
+        """Format a level, with its environment if there are several; levels of a mixture contain it already."""
         environment, level = list(self._level_ids)[level_id]
-        return (
-            level if len({name for name, _ in self._level_ids}) == 1 else f"{environment}/{level}"
-        )
+        if len(self._environment_ids) == 1 or level.startswith(f"{environment}/"):
+            return level
+        return f"{environment}/{level}"
 
     def list_group_names(self, by: GroupBy) -> dict[int, str]:
-        """Return id -> display name of the levels or kinds, in order of first appearance; {0: 'all'} for all."""
+        """Return id -> display name of the groups, in order of first appearance; {0: 'all'} for all."""
         if by == "all":
             return {0: "all"}
+        if by == "environment":
+            return {number: name for name, number in self._environment_ids.items()}
         if by == "level":
             return {number: self.format_level(number) for number in self._level_ids.values()}
         return {number: kind for kind, number in self._kind_ids.items()}
 
     def compute_rates(self, model: int, by: GroupBy = "all") -> dict[str, Rate]:
-        """Compute the success rate of a model with its interval, overall or by level or kind; {} = unknown."""
+        """Compute the success rate of a model with its interval, overall or by environment, level or kind.
+
+        {} = unknown, or by environment where there is only one.
+        """
         self.flush_pending_rows()
+        if by == "environment" and len(self._environment_ids) == 1:
+            return {}
         rows = self._db.execute(
             f"""SELECT {_select_group_column(by)}, COUNT(*), SUM(samples), SUM(successes), SUM(successes * successes),
             SUM(samples * samples), SUM(successes * samples) FROM episode
@@ -214,8 +227,10 @@ class EpisodeIndex:
     def compute_paired_differences(
         self, a: int, b: int, by: GroupBy = "all"
     ) -> dict[str, PairedDifferences]:
-        """Compute the differences b - a on common episodes, overall or by level or kind."""
+        """Compute the differences b - a on common episodes, overall or by environment, level or kind."""
         self.flush_pending_rows()
+        if by == "environment" and len(self._environment_ids) == 1:
+            return {}
         rows = self._db.execute(
             f"""SELECT {_select_group_column(by, "a.")}, COALESCE({_SUCCESS_GAIN}, {_REWARD_SIGN}), COUNT(*),
             COUNT({_SUCCESS_GAIN}), SUM(b.reward / b.samples - a.reward / a.samples),
@@ -304,4 +319,5 @@ class EpisodeIndex:
 
 
 def _select_group_column(by: GroupBy, table: str = "") -> str:
-    return {"all": "0", "level": f"{table}place", "kind": f"{table}kind"}[by]
+    columns = {"level": "place", "environment": "environment", "kind": "kind"}
+    return "0" if by == "all" else table + columns[by]

@@ -214,10 +214,10 @@ def render_reward_model_table(analysis: AnalysisData) -> str:
 
 
 def render_rates_table(analysis: AnalysisData, group: str, head: str) -> str:
-    """Render success by level or kind, with the paired difference of the last model from the first.
+    """Render success by environment, level or kind, with the paired difference of the last model from the first.
 
     Args:
-        group: by_level or by_kind. head: of the first column.
+        group: by_environment, by_level or by_kind. head: of the first column.
     """
     models, pair = analysis.models, find_main_comparison(analysis)
     rates: list[Mapping[str, Rate]] = [getattr(model, group) for model in models]
@@ -508,6 +508,10 @@ def render_report(
         ),
         "overview": ("All measures", render_overview_table(analysis)),
         "comparison": ("Paired comparison", render_comparisons_table(analysis.comparisons, names)),
+        "environments": (
+            "Success by environment",
+            render_rates_table(analysis, "by_environment", "Environment"),
+        ),
         "levels": ("Success by level", render_rates_table(analysis, "by_level", "Level")),
         "kinds": ("Success by kind of question", render_rates_table(analysis, "by_kind", "Kind")),
         "figures": ("Figures", _render_figures(figures)),

@@ -100,6 +100,7 @@ tr,figure,.column,.lead{break-inside:avoid}h2,h3,summary{break-after:avoid}
 _SHORT_TITLES = {
     "overview": "Measures",
     "comparison": "Pairs",
+    "environments": "Environments",
     "levels": "Levels",
     "kinds": "Kinds",
     "reward-model": "Reward model",

@@ -238,6 +238,7 @@ class ModelResult:
     pass_at_k: dict[int, float]
     episodes: int
     probe: ModelProbeResult | None = None  # None = model not available
+    by_environment: dict[str, Rate] = field(default_factory=dict)  # of a mixture
 
     def collect_metrics(self) -> dict[str, float]:
         """Return scalars over all trajectories, and those of the probe."""
@@ -281,6 +282,9 @@ def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -
         *(pair.first for pair in analysis.comparisons),
         *(pair.second for pair in analysis.comparisons),
     )
+    environments = _assign_metric_names(
+        *(name for m in analysis.models for name in m.by_environment)
+    )
     levels = _assign_metric_names(*(level for m in analysis.models for level in m.by_level))
     kinds = _assign_metric_names(*(kind for m in analysis.models for kind in m.by_kind))
     for model in analysis.models:
@@ -296,6 +300,10 @@ def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -
             f"{prefix_of_model}/{name}": value for name, value in model.collect_metrics().items()
         }
         metrics |= {f"{prefix_of_model}/pass_at_{k}": value for k, value in model.pass_at_k.items()}
+        metrics |= {
+            f"{prefix_of_model}/success_rate_by_environment/{environments[name]}": rate.rate
+            for name, rate in model.by_environment.items()
+        }
         metrics |= {
             f"{prefix_of_model}/success_rate_by_level/{levels[name]}": rate.rate
             for name, rate in model.by_level.items()
@@ -350,6 +358,9 @@ def write_analysis_json(path: Path, analysis: AnalysisData) -> Path:
                 "name": model.name,
                 "episodes": model.episodes,
                 "success": None if model.total is None else model.total._asdict(),
+                "by_environment": {
+                    name: rate._asdict() for name, rate in model.by_environment.items()
+                },
                 "by_level": {name: rate._asdict() for name, rate in model.by_level.items()},
                 "by_kind": {name: rate._asdict() for name, rate in model.by_kind.items()},
                 "pass_at_k": {str(k): value for k, value in model.pass_at_k.items()},
@@ -380,13 +391,17 @@ def write_analysis_json(path: Path, analysis: AnalysisData) -> Path:
 
 
 def write_analysis_csv(path: Path, analysis: AnalysisData) -> Path:
-    """Write analysis.csv, one value per row; group: all, level, kind, tool, or `minus MODEL` for paired differences."""
+    """Write analysis.csv, one value per row.
+
+    group: all, environment, level, kind, tool, or `minus MODEL` for paired differences.
+    """
     with replace_file(path, errors="replace") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "group", "name", "metric", "value", "low", "high", "n"])
         for model in analysis.models:
             groups = (
                 ("all", {} if model.total is None else {"all": model.total}),
+                ("environment", model.by_environment),
                 ("level", model.by_level),
                 ("kind", model.by_kind),
             )
@@ -438,7 +453,7 @@ def write_analysis_csv(path: Path, analysis: AnalysisData) -> Path:
                         writer.writerow([*place, metric, count, "", "", tools.trajectories])
         for pair in analysis.comparisons:
             place = [_escape_formula(pair.second), f"minus {pair.first}"]
-            for row in (pair.total, *pair.by_level, *pair.by_kind):
+            for row in (pair.total, *pair.by_environment, *pair.by_level, *pair.by_kind):
                 if row.success is None:
                     continue
                 writer.writerow(

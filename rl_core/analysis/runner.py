@@ -181,6 +181,7 @@ def _summarize_model(
         name=name,
         summary=summary,
         total=index.compute_rates(number).get("all"),
+        by_environment=index.compute_rates(number, "environment"),
         by_level=index.compute_rates(number, "level"),
         by_kind=index.compute_rates(number, "kind"),
         pass_at_k=index.compute_pass_at_ks(number),

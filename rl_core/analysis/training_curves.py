@@ -161,7 +161,12 @@ TRAINING_PANELS = (
 )
 SHARE_PANELS = frozenset({"Success", "Held-out accuracy"})  # drawn on the full scale from 0 to 1
 LEVEL_PREFIX, COMPONENT_PREFIX = "train/success_rate_by_level/", "reward/weighted/"
-DRAWN_PREFIXES = (LEVEL_PREFIX, COMPONENT_PREFIX)  # metrics drawn together in one panel
+ENVIRONMENT_PREFIX = "train/success_rate_by_environment/"
+DRAWN_PREFIXES = (
+    ENVIRONMENT_PREFIX,
+    LEVEL_PREFIX,
+    COMPONENT_PREFIX,
+)  # metrics drawn together in one panel
 DRAWN_METRICS = frozenset(
     {name for _, _, names in TRAINING_PANELS for name in names}
     | {"curriculum/stage", "curriculum/rollbacks"}
@@ -190,6 +195,7 @@ def draw_training_run(
     groups = [
         (title, unit, found)
         for title, unit, prefix, least in (
+            ("Success by environment", "share of rollouts", ENVIRONMENT_PREFIX, 2),
             ("Success by level", "share of rollouts", LEVEL_PREFIX, 1),
             ("Reward by component", "what each adds, mean", COMPONENT_PREFIX, 2),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -38,6 +38,7 @@ from rl_core.data.tokenising import TokenisationJob
 from rl_core.data.training_sequences import TokenRows, TrainingSequence
 from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment
+from rl_core.environments.mixture import LabelledEnvironment, MixturePart, mix_environments
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
 
@@ -57,8 +58,14 @@ class DataSplit(Generic[T]):
     digest: str
 
 
+# An environment, or several that a policy learns in together: a list, or a mapping from labels.
+EnvironmentSource = (
+    Environment | Sequence[Environment | MixturePart] | Mapping[str, Environment | MixturePart]
+)
+
+
 def resolve_environment(
-    environment: Environment | None,
+    environment: EnvironmentSource | None,
     prompts: RowSource | None,
     heldout_prompts: RowSource | None,
     system: str = "",
@@ -79,6 +86,8 @@ def resolve_environment(
         state = "both are given" if prompts is not None else "neither is given"
         raise SettingsError(f"environment, prompts: {state}; pass one of them")
     if environment is not None:
+        if isinstance(environment, list | tuple | Mapping):
+            environment = mix_environments(environment)
         if isinstance(environment, type) and issubclass(environment, Environment):
             raise SettingsError(
                 f"environment: {environment.__name__} is a class; pass {environment.__name__}()"
@@ -141,6 +150,9 @@ def check_prompt_lengths(
 
     Raises: DataError naming the first rows.
     """
+    for part in environment.parts:
+        if isinstance(part, LabelledEnvironment):
+            check_prompt_lengths(part.inner, renderer, context, splits)
     if not isinstance(environment, Prompts):
         return
     too_long, num_prompts = [], 0

@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rl_core.api.custom_functions import RewardSource, parse_reward
-from rl_core.api.data import AgentSource, check_prompt_lengths, resolve_environment
+from rl_core.api.data import (
+    AgentSource,
+    EnvironmentSource,
+    check_prompt_lengths,
+    resolve_environment,
+)
 from rl_core.api.policy import ModelSource, Policy, load_policy
 from rl_core.data.records import RowSource, read_prompts
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -32,7 +37,7 @@ TIMING_METRICS: tuple[str, ...] = (
 
 def evaluate(
     model: ModelSource,
-    environment: Environment | None = None,
+    environment: EnvironmentSource | None = None,
     *,
     agent: AgentSource | None = None,
     prompts: RowSource | None = None,
@@ -44,6 +49,7 @@ def evaluate(
     """Play held-out episodes of an environment, or answer prompts, and summarise with 95% intervals.
 
     Args:
+        environment: an environment, or several: see `policy_gradient`.
         agent: plays the prompts, which are its tasks; see `policy_gradient`.
         prompts: rows, a JSONL or a Parquet file, instead of an environment. Without settings, or if `episodes` are as
             many, all of them are answered.

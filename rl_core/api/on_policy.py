@@ -17,7 +17,12 @@ from rl_core.api.custom_functions import (
     apply_reward_spec,
     parse_reward,
 )
-from rl_core.api.data import AgentSource, check_prompt_lengths, resolve_environment
+from rl_core.api.data import (
+    AgentSource,
+    EnvironmentSource,
+    check_prompt_lengths,
+    resolve_environment,
+)
 from rl_core.api.evaluation import build_validator
 from rl_core.api.policy import (
     ModelSource,
@@ -37,13 +42,14 @@ from rl_core.api.recipes.policy_gradient import (
 from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
 from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
+from rl_core.environments.mixture import describe_parts, list_rewarded_parts
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
 from rl_core.models import causal_lm, heads
 from rl_core.models.lora import is_fresh_adapter
 from rl_core.references.pool import get_frozen_models
+from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.model_components import Scorer
-from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, build_combined_record
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.rollouts.episode_sequence import EpisodeRequest
@@ -72,7 +78,7 @@ SERVER_LOG = "server.log"
 def grpo(
     model: ModelSource,
     *,
-    environment: Environment | None = None,
+    environment: EnvironmentSource | None = None,
     agent: AgentSource | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
@@ -120,7 +126,7 @@ def grpo(
 def ppo(
     model: ModelSource,
     *,
-    environment: Environment | None = None,
+    environment: EnvironmentSource | None = None,
     agent: AgentSource | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
@@ -164,7 +170,7 @@ def ppo(
 def policy_gradient(
     model: ModelSource,
     *,
-    environment: Environment | None = None,
+    environment: EnvironmentSource | None = None,
     agent: AgentSource | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
@@ -183,7 +189,8 @@ def policy_gradient(
 
     Args:
         model: folder, hub name, (model, tokenizer) pair, policy, ModelSettings or a dict of them (adapters, device).
-        environment: what the policy acts in; instead of `prompts`, which it answers in a single turn.
+        environment: what the policy acts in; instead of `prompts`, which it answers in a single turn. Several are
+            learned together: a list, a mapping from labels, or an `rl_core.MixtureEnvironment` (training.md).
         agent: your agent, which plays `prompts` as its tasks: a function of (task, client) or a command (agents.md).
         prompts: a file of rows with a `prompt` (text or messages; JSONL, JSON array, Parquet, CSV) or a folder of them,
             or a list of rows or texts. All other columns reach the reward function by name.
@@ -241,7 +248,7 @@ def policy_gradient(
         tracker=tracker,
         callbacks=callbacks,
         recent=recent,
-        environment={"name": environment.name, "class": type(environment).__qualname__},
+        environment=_describe_environment(environment),
         prompts=prompts_digest,
         reward=reward_spec.digest_functions() if reward_spec is not None else {},
         code=digest_settings_code(settings, custom_functions),
@@ -252,7 +259,7 @@ def distill(
     model: ModelSource,
     teacher: ModelSource | None = None,
     *,
-    environment: Environment | None = None,
+    environment: EnvironmentSource | None = None,
     prompts: RowSource | None = None,
     settings: DistillationSettings | Mapping[str, Any] | None = None,
     heldout_prompts: RowSource | None = None,
@@ -302,9 +309,19 @@ def distill(
         callbacks=callbacks,
         recent=recent,
         teacher=describe_model_source(teacher) if teacher is not None else "",
-        environment={"name": environment.name, "class": type(environment).__qualname__},
+        environment=_describe_environment(environment),
         prompts=prompts_digest,
     )
+
+
+def _describe_environment(environment: Environment) -> dict[str, Any]:
+    """Describe the environment for the record that a resumed run is compared with."""
+    parts = describe_parts(environment)
+    return {
+        "name": environment.name,
+        "class": type(environment).__qualname__,
+        **({"parts": parts} if parts else {}),
+    }
 
 
 def _resolve_reward_spec(
@@ -318,16 +335,18 @@ def _resolve_reward_spec(
         reward = "learned"
     spec = parse_reward(reward) if reward is not None else None
     weights = spec.weights if spec is not None else settings.rewards
-    if reward_model is not None and "learned" not in weights:
+    rewarded = list_rewarded_parts(environment, weights)
+    if reward_model is not None and not any("learned" in used for _, used in rewarded):
         raise SettingsError('reward_model: the reward does not use it; add the component "learned"')
-    if "learned" in weights and reward_model is None and weights["learned"]:
+    if reward_model is None and any(used.get("learned") for _, used in rewarded):
         raise SettingsError('reward: the component "learned" needs reward_model=FOLDER')
-    rewarded = {name for name, weight in weights.items() if weight} - {"task"}
-    if isinstance(environment, Prompts) and not environment.knows_success and not rewarded:
-        raise SettingsError(
-            "reward: prompts have no reward; pass reward=function, which takes a list of trajectories and returns "
-            "a number for each"
-        )
+    for part, used in rewarded:
+        has_reward = {name for name, weight in used.items() if weight} - {"task"}
+        if isinstance(part, Prompts) and not part.knows_success and not has_reward:
+            raise SettingsError(
+                "reward: prompts have no reward; pass reward=function, which takes a list of trajectories and returns "
+                "a number for each"
+            )
     return spec
 
 
@@ -398,8 +417,8 @@ def _build_validator(
         requests = draw_validation_requests(environment, settings.eval_episodes, levels, seed, ())
     rewards = None
     if functions:
-        rewards = RewardOrchestrator(
-            settings.rewards, options=settings.reward_options, functions=functions
+        rewards = build_rewards(
+            environment, settings.rewards, options=settings.reward_options, functions=functions
         )
     return build_validator(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 

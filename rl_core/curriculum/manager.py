@@ -8,6 +8,7 @@ rollbacks in total, however often it is entered.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from rl_core.settings import CurriculumStage, ExitCondition, RollbackSettings
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from rl_core.environments.environment import Environment
 
 
 logger = logging.getLogger(__name__)
@@ -189,6 +192,16 @@ def _can_restore_previous(settings: RollbackSettings | None) -> bool:
     return settings is not None and settings.to == "previous" and settings.max_rollbacks > 0
 
 
+def expand_curriculum(
+    stages: Sequence[CurriculumStage], environment: Environment
+) -> list[CurriculumStage]:
+    """Replace names of a mixture's environments in the stages' levels by their levels. Raises: SettingsError."""
+    return [
+        dataclasses.replace(stage, levels=environment.expand_levels(stage.levels))
+        for stage in stages
+    ]
+
+
 class CurriculumManager:
     """Manager that draws levels, evaluates exit conditions and rollback of the current stage, and moves between stages.
 
@@ -204,7 +217,7 @@ class CurriculumManager:
     def __init__(
         self,
         stages: Sequence[CurriculumStage],
-        levels: Sequence[str],
+        levels: Sequence[str] | Mapping[str, float],
         *,
         early_stop: ExitCondition | None = None,
         rollback: RollbackSettings | None = None,
@@ -212,12 +225,11 @@ class CurriculumManager:
         """Start in the first stage.
 
         Args:
-            levels: of the environment; without stages they form one stage with equal weights.
+            levels: of the environment, with weights or equal ones; without stages they form one stage.
             rollback: for stages without a separate one.
         """
-        self.stages = tuple(stages) or (
-            CurriculumStage(name="all", levels=dict.fromkeys(levels, 1.0)),
-        )
+        weights = dict(levels) if isinstance(levels, Mapping) else dict.fromkeys(levels, 1.0)
+        self.stages = tuple(stages) or (CurriculumStage(name="all", levels=weights),)
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
             raise SettingsError(f"curriculum: two stages have the same name, in {names}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,10 @@ _OTHER_METRICS: dict[str, MetricRange] = {
     "train/failed_episodes": _COUNT_RANGE,
     "reward/alarm": _SHARE_RANGE,
 }
-# Logged in every iteration, if the environment has such tools; see `describe_unknown_tool`.
+# Logged for a mixture of environments.
+_ENVIRONMENT_PREFIXES = ("train/success_rate_by_environment/", "reward/mean_by_environment/")
+_LEVEL_PREFIX = "train/success_rate_by_level/"
+# Logged in every iteration, if the environment has such tools; see `describe_unlogged_metric`.
 _TOOL_METRICS: dict[str, MetricRange] = {VISUAL_TOOL_METRIC: _SHARE_RANGE}
 # Logged by a reward component as reward/COMPONENT/NAME; some of them only when applicable.
 COMPONENT_METRICS: dict[str, dict[str, MetricRange]] = {
@@ -250,7 +253,7 @@ def list_watchable_metrics(settings: PolicySettings) -> dict[str, MetricRange]:
         for key, value in COMPONENT_METRICS.get(component, {}).items():
             ranges[f"reward/{name}/{key}"] = value
     levels = [level for stage in settings.curriculum for level in stage.levels]
-    ranges |= {f"train/success_rate_by_level/{level}": _SHARE_RANGE for level in levels}
+    ranges |= {f"{_LEVEL_PREFIX}{level}": _SHARE_RANGE for level in levels}
     for group in _CONDITIONAL_METRICS:
         if group.is_logged(settings):
             ranges |= group.ranges
@@ -283,23 +286,36 @@ def _list_open_prefixes(settings: PolicySettings) -> dict[str, MetricRange]:
         ranges["train/advantages/"] = _ANY_RANGE
     if settings.loss is not None:
         ranges["policy/"] = _ANY_RANGE
+    # Of a mixture: its environments, and the levels of an environment that a stage names.
+    ranges |= {_ENVIRONMENT_PREFIXES[0]: _SHARE_RANGE, _ENVIRONMENT_PREFIXES[1]: _ANY_RANGE}
+    ranges |= {
+        f"{_LEVEL_PREFIX}{level}/": _SHARE_RANGE
+        for stage in settings.curriculum
+        for level in stage.levels
+    }
     if settings.eval_every > 0:
         ranges |= dict.fromkeys(
-            ("eval/success_rate_by_level/", "eval/success_rate_by_kind/", "eval/pass_at_"),
+            (
+                "eval/success_rate_by_level/",
+                "eval/success_rate_by_kind/",
+                "eval/success_rate_by_environment/",
+                "eval/pass_at_",
+            ),
             _SHARE_RANGE,
         )
+        ranges["eval/reward_mean_by_environment/"] = _ANY_RANGE
     return ranges
 
 
-def list_watchable_names(settings: PolicySettings, levels: Iterable[str]) -> list[str]:
-    """Return the names that iterations on these levels log, whether or not a curriculum stage draws the levels.
+def list_watchable_names(settings: PolicySettings, environment: Environment) -> list[str]:
+    """Return the names that iterations log, whether or not a curriculum stage draws the levels.
 
     Names known only during a run are included if the settings watch them: a tool may be used later.
     """
     named = [expand_metric_name(metric) for metric in list_watched_metrics(settings)]
     return [
         *list_watchable_metrics(settings),
-        *(f"train/success_rate_by_level/{level}" for level in levels),
+        *(f"{_LEVEL_PREFIX}{level}" for level in environment.levels),
         *(name for name in named if find_metric_range(name, settings) is not None),
     ]
 
@@ -315,8 +331,8 @@ def list_watched_metrics(settings: PolicySettings) -> list[str]:
     return [part.metric for part in (*parts, *conditions) if part is not None]
 
 
-def describe_unknown_tool(metric: str, environment: Environment) -> str:
-    """Return the error if a metric is of a tool that the environment does not have; "" otherwise.
+def describe_unlogged_metric(metric: str, environment: Environment) -> str:
+    """Return the error if a metric is of a tool, environment or level that does not exist; "" otherwise.
 
     The share of a tool is accepted if the environment declares none: the tools in use are then unknown before a run.
     """
@@ -325,6 +341,14 @@ def describe_unknown_tool(metric: str, environment: Environment) -> str:
             f"'{metric}': the environment has no visual tool, so it is never logged; declare one with "
             "Tool(..., is_visual=True), or watch tool/used_rate"
         )
+    if "_by_environment/" in metric:
+        label, labels = metric.rpartition("/")[2], [part.name for part in environment.parts]
+        if len(labels) == 1:
+            return f"'{metric}': there is one environment, so it is never logged; list several under environments"
+        return "" if label in labels else f"'{metric}': {suggest_name(label, labels)}"
+    level = expand_metric_name(metric).partition("_rate_by_level/")[2]
+    if level and len(environment.parts) > 1 and level not in environment.levels:
+        return f"'{metric}': no environment has the level '{level}'; {suggest_name(level, environment.levels)}"
     name = metric.removeprefix(TOOL_SHARE_PREFIX)
     if name == metric:
         return ""
@@ -335,9 +359,9 @@ def describe_unknown_tool(metric: str, environment: Environment) -> str:
 
 
 def check_watched_tools(settings: PolicySettings, environment: Environment) -> None:
-    """Raise SettingsError if the settings watch a tool that the environment does not have."""
+    """Raise SettingsError if the settings watch a tool, environment or level that does not exist."""
     for metric in list_watched_metrics(settings):
-        problem = describe_unknown_tool(metric, environment)
+        problem = describe_unlogged_metric(metric, environment)
         if problem:
             raise SettingsError(f"metric: {problem}")
 

@@ -439,6 +439,27 @@ class Environment(ABC):
         """Write episode data (validated and split rows) into the data stage's folder and return a report."""
         return {}
 
+    @property
+    def parts(self) -> tuple[Environment, ...]:
+        """The environments of a mixture; any other environment is its only part."""
+        return (self,)
+
+    @property
+    def level_weights(self) -> dict[str, float]:
+        """Sampling weights of the levels that are trained on without a curriculum."""
+        return dict.fromkeys(self.levels, 1.0)
+
+    def find_part(self, level: str) -> Environment:
+        """Return the part that plays the level. Raises: SettingsError for an unknown level."""
+        return self
+
+    def expand_levels(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """Replace names of a mixture's environments by their levels, which share the weight.
+
+        Raises: SettingsError for a level that is named by itself and by its environment.
+        """
+        return dict(weights)
+
     def check_level(self, level: str) -> None:
         """Raise SettingsError for an unknown level."""
         if level not in self.levels:

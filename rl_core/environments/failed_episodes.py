@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rl_core.environments.environment import Environment
 from rl_core.errors import EnvironmentFault, PosttrainError
 from rl_core.types import Message, Trajectory
 
@@ -73,7 +74,7 @@ class EpisodeFailureMonitor:
     The share is taken over the newest WINDOW_COLLECTIONS collections, and over MIN_EPISODES if they have fewer. A
     `max_share` of 0 stops at the first failure; 1 never stops, unless every episode of a collection failed, which
     leaves
-    nothing to use.
+    nothing to use. In a mixture the same share also applies to each environment, over the same collections.
     """
 
     max_share: float
@@ -89,6 +90,14 @@ class EpisodeFailureMonitor:
     _recent_counts: deque[tuple[int, int]] = field(
         default_factory=lambda: deque(maxlen=WINDOW_COLLECTIONS - 1)
     )  # (failed, played)
+    # By environment of a mixture: its (failed, played) in the newest collections. {} = there is one environment.
+    _environment_counts: dict[str, deque[tuple[int, int]]] = field(default_factory=dict)
+
+    def watch_environments(self, environment: Environment) -> None:
+        """Apply the share to each environment of a mixture, too."""
+        if len(environment.parts) > 1:
+            for part in environment.parts:
+                self._environment_counts.setdefault(part.name, deque(maxlen=WINDOW_COLLECTIONS))
 
     def has_too_many(self, failed: int, played: int) -> bool:
         """Return whether these failures of the current collection stop the stage."""
@@ -107,14 +116,19 @@ class EpisodeFailureMonitor:
             hints = [self._store_episode_with_iteration(episode) for episode in failed]
             raise self._build_error(failed, played, hints)
 
-    def close_collection(self, failed: Sequence[FailedEpisode], played: int) -> list[str]:
+    def close_collection(
+        self, failed: Sequence[FailedEpisode], played: int, levels: Sequence[str] = ()
+    ) -> list[str]:
         """Count a collection and store its failures; return what `store_episode` answered for each.
 
+        Args:
+            levels: of the played episodes; needed only for a mixture.
         Raises: `error` if too many failed.
         """
         hints = [self._store_episode_with_iteration(episode) for episode in failed]
         if self.has_too_many(len(failed), played):
             raise self._build_error(failed, played, hints)
+        self._count_by_environment(failed, levels, hints)
         self._recent_counts.append((len(failed), played))
         self.total += len(failed)
         self.failed += len(failed)
@@ -124,6 +138,8 @@ class EpisodeFailureMonitor:
     def reset(self) -> None:
         """Reset all counts."""
         self._recent_counts.clear()
+        for counts in self._environment_counts.values():
+            counts.clear()
         self.total = self.failed = self.played = 0
 
     def take_counts(self) -> tuple[int, int]:
@@ -134,13 +150,45 @@ class EpisodeFailureMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of the window and the total."""
-        return {"past": [list(counts) for counts in self._recent_counts], "total": self.total}
+        state: dict[str, Any] = {
+            "past": [list(counts) for counts in self._recent_counts],
+            "total": self.total,
+        }
+        if self._environment_counts:
+            state["environments"] = {
+                name: [list(pair) for pair in counts]
+                for name, counts in self._environment_counts.items()
+            }
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`."""
         self._recent_counts.clear()
         self._recent_counts.extend((int(failed), int(played)) for failed, played in state["past"])
         self.total = int(state["total"])
+        for name, counts in state.get("environments", {}).items():
+            pairs = [(int(failed), int(played)) for failed, played in counts]
+            self._environment_counts[name] = deque(pairs, maxlen=WINDOW_COLLECTIONS)
+
+    def _count_by_environment(
+        self, failed: Sequence[FailedEpisode], levels: Sequence[str], hints: Sequence[str]
+    ) -> None:
+        """Count a collection for each environment of a mixture. Raises: `error` if too many of one failed."""
+        for name, counts in self._environment_counts.items():
+            failures = [
+                (episode, hint)
+                for episode, hint in zip(failed, hints, strict=True)
+                if episode.trajectory.environment == name
+            ]
+            played = sum(level.startswith(f"{name}/") for level in levels)
+            if not played:
+                continue
+            counts.append((len(failures), played))
+            total_failed, total_played = (sum(column) for column in zip(*counts, strict=True))
+            allowed = self.max_share * max(total_played, MIN_EPISODES)
+            if failures and self.max_share < 1 and total_failed > allowed:
+                episodes, own_hints = zip(*failures, strict=True)
+                raise self._build_error(episodes, played, own_hints, f" of '{name}'", counts)
 
     def _sum_recent_counts(self, failed: int, played: int) -> tuple[int, int]:
         recent_failed = sum(num_failed for num_failed, _ in self._recent_counts)
@@ -152,18 +200,30 @@ class EpisodeFailureMonitor:
         return self.store_episode(episode) if self.store_episode is not None else ""
 
     def _build_error(
-        self, failed: Sequence[FailedEpisode], played: int, hints: Sequence[str]
+        self,
+        failed: Sequence[FailedEpisode],
+        played: int,
+        hints: Sequence[str],
+        owner: str = "",
+        counts: Iterable[tuple[int, int]] | None = None,
     ) -> PosttrainError:
+        """Build the error.
+
+        Args:
+            owner: of a mixture, the environment whose episodes are counted. counts: its (failed, played).
+        """
         first = failed[0]
         total_failed, total_played = self._sum_recent_counts(len(failed), played)
+        if counts is not None:
+            total_failed, total_played = (sum(column) for column in zip(*counts, strict=True))
         limit = (
             "nothing is left to use"
-            if len(failed) == played
+            if len(failed) == played and not owner
             else f"{self.setting} allows {self.max_share:g}"
         )
         hint = next((f"; {text}" for text in hints if text), "")
         error = self.error(
-            f"{total_failed} of the newest {total_played} episodes failed ({limit}). The first of this round: "
+            f"{total_failed} of the newest {total_played} episodes{owner} failed ({limit}). The first of this round: "
             f"{first.episode_label}: {first.failure_label}{hint}"
         )
         if first.trace:

@@ -30,8 +30,8 @@ from rl_core.online.update_step import GuardedLearner
 from rl_core.online.update_worker import UpdateWorker
 from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.references.pool import get_frozen_models
+from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.model_components import Scorer
-from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import EnvironmentSettings, OnlineSettings, OnlineUpdateSettings
 from rl_core.settings.deprecated_keys import restore_former_names
 from rl_core.storage.manifest import digest_folder
@@ -60,11 +60,13 @@ def build_update_worker(
     scorer = None
     if settings.reward_model is not None:
         scorer = _load_reward_scorer(settings.reward_model, policy)
-    rewards = RewardOrchestrator(
-        settings.rewards, scorer=scorer, options=settings.reward_options, seed=settings.seed
+    rewards = build_rewards(
+        environment,
+        settings.rewards,
+        scorer=scorer,
+        options=settings.reward_options,
+        seed=settings.seed,
     )
-    rewards.check_columns(environment.columns if environment is not None else ())
-    rewards.check_rows(environment.iter_target_rows() if environment is not None else ())
     pad_id = policy.renderer.pad_id
     if pad_id is None:
         raise SettingsError("model.path: its tokenizer has no padding token, which batches need")

@@ -61,7 +61,8 @@ def build_canary_requests(
     Rounds are drawn independently, so an episode may recur in a later round.
     Raises: DataError for a level without held-out episodes; SettingsError for an unknown level.
     """
-    drawn_levels = levels or tuple(environment.levels)
+    drawn_levels = tuple(environment.expand_levels(dict.fromkeys(levels, 1.0)))
+    drawn_levels = drawn_levels or tuple(environment.levels)
     settings = EvaluationSettings(episodes=max(count, len(drawn_levels), 2), levels=drawn_levels)
     return draw_heldout_requests(environment, settings, seed * _SEED_STRIDE + round_number)
 
@@ -72,7 +73,7 @@ def is_canary(environment: Environment, level: str, seed: int) -> bool:
     heldout_seeds = environment.seeds_of("heldout", level)
     if isinstance(heldout_seeds, ContentSeeds):
         digest = environment.question(seed, level)
-        return is_heldout(digest, environment.heldout_share)
+        return is_heldout(digest, environment.find_part(level).heldout_share)
     return seed in heldout_seeds
 
 

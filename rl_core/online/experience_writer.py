@@ -118,8 +118,10 @@ class ExperienceWriter:
             return "several_versions"
         trajectory = first.rollout.trajectory if first.rollout is not None else None
         name = trajectory.environment if trajectory is not None else CHAT_ENVIRONMENT
-        learned = self.environment.name if self.environment is not None else CHAT_ENVIRONMENT
-        if name != learned:
+        learned = [CHAT_ENVIRONMENT]
+        if self.environment is not None:
+            learned = [part.name for part in self.environment.parts]
+        if name not in learned:
             return "other_environment"
         if trajectory is None or self.environment is None:
             return ""

@@ -143,13 +143,15 @@ def _apply_right_answer(
 def _replay_episode(rollout: Rollout, text: str, environment: Environment) -> Rollout:
     """Replay the episode with this right answer; rewards are added up as during collection."""
     recorded = rollout.trajectory
+    known = [part.name for part in environment.parts]
+    if recorded.environment not in known:
+        raise DataError(
+            f"an experience of environment '{recorded.environment}'; this worker has '{', '.join(known)}'"
+        )
+    environment = environment.find_part(recorded.level)
     description = (
         f"environment '{environment.name}', level '{recorded.level}', seed {recorded.seed}"
     )
-    if recorded.environment != environment.name:
-        raise DataError(
-            f"an experience of environment '{recorded.environment}'; this worker has '{environment.name}'"
-        )
 
     def call(function: Callable[[], Any]) -> Any:
         if environment.blocking:
@@ -276,8 +278,9 @@ class ExperienceScorer:
                 continue
             values = rollout.trajectory.rewards
             is_known_R[index], success_R[index] = True, bool(rollout.trajectory.success)
-            raw_RC[index] = [values[name] for name in names]
-            weighted_RC[index] = [values[WEIGHTED_PREFIX + name] for name in names]
+            # 0 for a component that only other environments of a mixture have.
+            raw_RC[index] = [values.get(name, 0.0) for name in names]
+            weighted_RC[index] = [values.get(WEIGHTED_PREFIX + name, 0.0) for name in names]
             totals_R[index] = rollout.reward
         return RewardTable(names, raw_RC, weighted_RC, totals_R, is_known_R, success_R)
 

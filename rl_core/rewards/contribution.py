@@ -23,6 +23,7 @@ RewardRow = Mapping[str, Any]  # a line of the reward record, see `RewardRecord`
 class RewardContribution:
     """One component's part in a run's reward. Rollouts are compared within groups, usually those of one prompt.
 
+    Groups without the component, of other environments of a mixture, are left out.
     share: of the differences in reward within groups that differ, mean over these groups; all components and the length
         penalty add up to 1. None if no group differed.
     alone: share of all groups in which the reward differs, but would not without this component.
@@ -56,6 +57,26 @@ class _ComponentSums:
     ranked: float = 0.0
     failed: RunningNorm = field(default_factory=RunningNorm)
     won: RunningNorm = field(default_factory=RunningNorm)
+    played: int = 0  # groups
+    differing: int = 0  # groups whose rewards differ
+    pairs: int = 0  # of a success and a failure in one group
+
+    def add_group(self, name: str, rows: Sequence[RewardRow]) -> None:
+        """Add a group whose rollouts all have the component."""
+        self.played += 1
+        totals = [row["reward"] for row in rows]
+        if _has_spread(totals):
+            self.differing += 1
+            added = [row["rewards"][WEIGHTED_PREFIX + name] for row in rows]
+            self.shares += _compute_share(added, totals)
+            others = [total - part for total, part in zip(totals, added, strict=True)]
+            self.alone += not _has_spread(others)
+        right = [row["rewards"][name] for row in rows if row["success"]]
+        wrong = [row["rewards"][name] for row in rows if row["success"] is False]
+        self.won.add_values(right)
+        self.failed.add_values(wrong)
+        self.ranked += _count_won_pairs(right, wrong)
+        self.pairs += len(right) * len(wrong)
 
 
 def compute_contributions(
@@ -71,35 +92,22 @@ def compute_contributions(
     Differences below a deviation of STD_FLOOR count as none, as in `losses.advantages`.
     """
     sums = {name: _ComponentSums() for name in names}
-    played = differing = pairs = 0
+    is_empty = True
     for group in groups:
-        rows = [row for row in group if not row["masked"]]
-        if not rows:
-            continue
-        played += 1
-        totals = [row["reward"] for row in rows]
-        differs = _has_spread(totals)
-        differing += differs
-        won = [row for row in rows if row["success"]]
-        failed = [row for row in rows if row["success"] is False]
-        pairs += len(won) * len(failed)
+        scored = [row for row in group if not row["masked"]]
+        is_empty = is_empty and not scored
         for name, sums_of in sums.items():
-            if differs:
-                added = [row["rewards"][WEIGHTED_PREFIX + name] for row in rows]
-                sums_of.shares += _compute_share(added, totals)
-                others = [total - part for total, part in zip(totals, added, strict=True)]
-                sums_of.alone += not _has_spread(others)
-            right, wrong = ([row["rewards"][name] for row in rows_of] for rows_of in (won, failed))
-            sums_of.won.add_values(right)
-            sums_of.failed.add_values(wrong)
-            sums_of.ranked += _count_won_pairs(right, wrong)
-    if not played:
+            # Environments of a mixture may have different components.
+            rows = [row for row in scored if WEIGHTED_PREFIX + name in row["rewards"]]
+            if rows:
+                sums_of.add_group(name, rows)
+    if is_empty:
         return {}
     return {
         name: RewardContribution(
-            share=component.shares / differing if differing else None,
-            alone=component.alone / played,
-            ranked=component.ranked / pairs if pairs else None,
+            share=component.shares / component.differing if component.differing else None,
+            alone=component.alone / component.played if component.played else 0.0,
+            ranked=component.ranked / component.pairs if component.pairs else None,
             correlation=compute_point_biserial(component.failed, component.won),
         )
         for name, component in sums.items()

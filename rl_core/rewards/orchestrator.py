@@ -12,6 +12,7 @@ import torch
 
 from rl_core.data.records import RowProblem, report_row_problems
 from rl_core.environments.answer_checks import ANSWER_CHECKS, build_answer_check
+from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
 from rl_core.errors import DataError, RewardError, SettingsError, suggest_name
 from rl_core.losses.advantages import fill_masked_rewards
@@ -73,6 +74,7 @@ class RewardOrchestrator:
         options: RewardSettings | Mapping[str, Any] | None = None,
         seed: int = 0,
         functions: Mapping[str, RewardFunction] | None = None,
+        failures: EpisodeFailureMonitor | None = None,
     ) -> None:
         """Build the components.
 
@@ -80,6 +82,7 @@ class RewardOrchestrator:
             scorer: the reward model behind the component `learned`.
             seed: of the components' random numbers.
             functions: user-defined components by name, in addition to those named by import path.
+            failures: counts the samples that cannot be scored; None = a new monitor with the options' share.
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
         if not weights:
@@ -88,7 +91,7 @@ class RewardOrchestrator:
             )
         self.options = build_settings(options or {}, RewardSettings, "options")
         self.seed = seed
-        self.failures = EpisodeFailureMonitor(
+        self.failures = failures or EpisodeFailureMonitor(
             self.options.max_failed_share,
             setting="reward_options.max_failed_share",
             error=RewardError,
@@ -141,6 +144,11 @@ class RewardOrchestrator:
                 except DataError as error:
                     problems.append(RowProblem(place, 0, f"rewards.{name}", str(error)))
         report_row_problems("rewards", problems, num_rows, "stop", advice="Fix them")
+
+    def check_environment(self, environment: Environment) -> None:
+        """Refuse an environment whose rows have no column, or no usable value, for a component; see `check_rows`."""
+        self.check_columns(environment.columns)
+        self.check_rows(environment.iter_target_rows())
 
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""

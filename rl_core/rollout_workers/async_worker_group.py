@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,7 +126,7 @@ class AsyncWorkerGroup(WorkerGroup):
                 rollout.trajectory.policy_version = self._steps_by_version.get(oldest, 0)
             self._last_workers.pop(finished.task.number, None)
         self._record_schedule(taken)
-        record_failures(failed, sum(finished.task.group_size for finished in taken), failures)
+        record_failures(failed, _list_levels(finished.task for finished in taken), failures)
         return [finished.group for finished in taken]
 
     def _publish_weights(self, iteration: int, sampling: SamplingSettings) -> None:
@@ -372,6 +372,11 @@ class AsyncWorkerGroup(WorkerGroup):
 ScheduleRow = dict[str, Any]
 
 
+def _list_levels(tasks: Iterable[RolloutTask]) -> list[str]:
+    """List the level of every planned episode."""
+    return [task.request.level for task in tasks for _ in range(task.group_size)]
+
+
 def read_schedule(path: Path | str) -> dict[int, list[ScheduleRow]]:
     """Read the lines of a schedule by iteration.
 
@@ -460,7 +465,7 @@ class ScheduleReplay:
             load_trainable_weights(self.config.model, self._versions[iteration])
         failed = [episode for group in groups for episode in group.failed]
         finished = [group.collect_result() for group in groups]
-        record_failures(failed, sum(group.task.group_size for group in groups), failures)
+        record_failures(failed, _list_levels(group.task for group in groups), failures)
         for result in finished:
             for rollout in result.group.rollouts:
                 rollout.trajectory.policy_version = policy_version
@@ -472,7 +477,7 @@ class ScheduleReplay:
         if self._environment is None:
             self._environment = self.config.environment()
         environment = self._environment
-        renderer = enable_native_tools(self.config.renderer, environment.tools)
+        renderer = enable_native_tools(self.config.renderer, environment)
         with ExitStack() as stack:
             pool = None
             if environment.blocking:

@@ -111,7 +111,7 @@ class RolloutWorker:
         self.model = restore_weights(spec.skeleton, base, spec.device)
         self.model.train()  # as in the trainer between updates; engines ignore the mode
         self.environment = spec.environment()
-        self.renderer = enable_native_tools(spec.renderer, self.environment.tools)
+        self.renderer = enable_native_tools(spec.renderer, self.environment)
         self.backend = create_rollout_backend(
             self.model,
             eos_ids=spec.eos_ids,

@@ -253,7 +253,7 @@ class WorkerGroup:
             failed += batch.failed
             failures.check_failures(failed, planned)
         inject_fault("rollouts.played")
-        record_failures(failed, planned, failures)
+        record_failures(failed, [request.level for request in requests] * group_size, failures)
         return [groups[index] for index in range(len(plans))]
 
     def _run_batches(self, tasks: Sequence[RolloutBatch]) -> list[FinishedRolloutBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,9 +18,9 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor, FailedEpisode
+from rl_core.environments.mixture import LabelledEnvironment
 from rl_core.environments.step_pool import StepPool
 from rl_core.environments.tool_schemas import build_argument_schema, build_example_value
-from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, compute_sequence_seed
 from rl_core.rollouts.agent_episodes import AgentTurn, play_agent_episodes
@@ -51,12 +52,16 @@ def list_training_seeds(environment: Environment, level: str) -> Sequence[int]:
 
 
 class TrainingSeedOrders:
-    """Draws of training seeds: epochs without replacement for levels with few seeds, otherwise uniform."""
+    """Draws of training seeds: epochs without replacement for levels with few seeds, otherwise uniform.
+
+    In a mixture of environments, the k-th seed of a level depends only on the run's seed, the level and k.
+    """
 
     def __init__(self, environment: Environment, seed: int) -> None:
         self._environment = environment
         self._seed = seed
         self._orders: dict[str, DataOrder] = {}  # by level, for levels with few seeds
+        self._draws = Counter[str]()  # of levels with many seeds, in a mixture
 
     def draw_seed(self, level: str, rng: np.random.Generator) -> int:
         """Draw one seed.
@@ -65,18 +70,28 @@ class TrainingSeedOrders:
         """
         seeds = list_training_seeds(self._environment, level)
         if len(seeds) > MAX_EPOCH_SEEDS:
+            if len(self._environment.parts) > 1:
+                number = self._draws[level]
+                self._draws[level] += 1
+                key = compute_sequence_seed(self._seed, "draw", level, number) % 2**63
+                rng = np.random.default_rng(key)
             return int(seeds[int(rng.integers(len(seeds)))])
         return int(seeds[self._load_order(level, len(seeds)).next_batch()[0]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in each level's order."""
-        return {level: order.state_dict() for level, order in self._orders.items()}
+        """Return the position in each level's order, or the number of its draws."""
+        orders = {level: order.state_dict() for level, order in self._orders.items()}
+        return {**orders, **{level: {"draws": count} for level, count in self._draws.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the positions returned by `state_dict`."""
         self._orders = {}
+        self._draws.clear()
         for level, order in state.items():
-            self._load_order(level, int(order["num_rows"])).load_state_dict(order)
+            if "draws" in order:
+                self._draws[level] = int(order["draws"])
+            else:
+                self._load_order(level, int(order["num_rows"])).load_state_dict(order)
 
     def _load_order(self, level: str, num_rows: int) -> DataOrder:
         if level not in self._orders:
@@ -117,8 +132,9 @@ def collect_rollouts(
         same seed began differently; DataError if a prompt leaves no room in the context; SettingsError if native
         tools cannot be used.
     """
-    renderer = enable_native_tools(renderer, environment.tools)
+    renderer = enable_native_tools(renderer, environment)
     failures = failures or EpisodeFailureMonitor(sampling.max_failed_share)
+    failures.watch_environments(environment)
     plans = plan_groups(requests, group_size)
     failed = _FailedEpisodes(failures, len(requests) * group_size)
     local_indices = process_group.select_local_rows([1] * len(requests))
@@ -139,7 +155,7 @@ def collect_rollouts(
     groups = {index: group for share, _ in shares for index, group in share.items()}
     all_failed = [episode for _, episodes in shares for episode in episodes]
     inject_fault("rollouts.played")
-    record_failures(all_failed, len(requests) * group_size, failures)
+    record_failures(all_failed, [request.level for request in requests] * group_size, failures)
     return [groups[index] for index in range(len(requests))]
 
 
@@ -254,9 +270,8 @@ def _play_agent_groups(
 
 def _compute_episode_seed(seed: int, environment: Environment, plan: GroupPlan, sample: int) -> int:
     request = plan.request
-    return compute_sequence_seed(
-        seed, environment.name, request.level, request.seed, plan.first + sample
-    )
+    name = environment.find_part(request.level).name
+    return compute_sequence_seed(seed, name, request.level, request.seed, plan.first + sample)
 
 
 def build_group(
@@ -272,12 +287,25 @@ def build_group(
 ) -> list[AnySequence]:
     """Build the sequences of one group, each with its own random numbers."""
     sequences = []
+    part = environment.find_part(plan.request.level)
+    if part is not environment:
+        renderer = enable_native_tools(renderer, part)
+        sampling = limit_turns(part, sampling)
+        pool = pool if part.blocking else None
     for sample in range(group_size):
         key = _compute_episode_seed(seed, environment, plan, sample)
         sequences.append(
-            kind(environment, renderer, plan.request, sampling, pool, key, sample, on_failure)
+            kind(part, renderer, plan.request, sampling, pool, key, sample, on_failure)
         )
     return sequences
+
+
+def limit_turns(part: Environment, sampling: SamplingSettings) -> SamplingSettings:
+    """Return the sampling with the turn limit of an environment of a mixture, if it has one."""
+    limit = part.settings.max_turns if isinstance(part, LabelledEnvironment) else None
+    if limit is None or limit >= sampling.max_turns:
+        return sampling
+    return dataclasses.replace(sampling, max_turns=limit)
 
 
 def begin_group(group: Sequence[EpisodeSequence], max_length: int) -> None:
@@ -295,12 +323,15 @@ def begin_group(group: Sequence[EpisodeSequence], max_length: int) -> None:
 
 
 def record_failures(
-    failed: list[FailedEpisode], planned: int, failures: EpisodeFailureMonitor
+    failed: list[FailedEpisode], planned_levels: Sequence[str], failures: EpisodeFailureMonitor
 ) -> None:
     """Log and count one collection's failed episodes.
 
+    Args:
+        planned_levels: level of each planned episode.
     Raises: EnvironmentFault if there are too many.
     """
+    planned = len(planned_levels)
 
     def get_position(episode: FailedEpisode) -> tuple[str, int, int]:
         trajectory = episode.trajectory
@@ -309,7 +340,7 @@ def record_failures(
     failed.sort(key=get_position)
     if failed:
         _log_failures(failed, planned, logging.INFO if failures.total else logging.WARNING)
-    failures.close_collection(failed, planned)
+    failures.close_collection(failed, planned, planned_levels)
 
 
 @dataclass
@@ -342,15 +373,23 @@ def _log_failures(failed: Sequence[FailedEpisode], planned: int, level: int) -> 
     )
 
 
-def enable_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
+def enable_native_tools(renderer: Renderer, environment: Environment) -> Renderer:
     """Return a renderer whose chat template describes the tools if `native_tools` is set, otherwise the renderer
     itself.
+
+    For a mixture the tools of all environments are checked, and the renderer is returned unchanged: `build_group` adds
+    the tools of an episode's environment.
 
     Raises: SettingsError if the template does not describe tools or writes calls in a form that the environment
         cannot read.
     """
     if not isinstance(renderer, ChatRenderer):
         return renderer
+    if len(environment.parts) > 1 or environment.parts[0] is not environment:
+        for part in environment.parts:
+            enable_native_tools(renderer, part)
+        return renderer
+    tools = environment.tools
     tools.follow_template(renderer.template.tool_source)
     if not renderer.settings.native_tools or not tools.tools:
         return renderer

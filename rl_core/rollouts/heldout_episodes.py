@@ -75,30 +75,33 @@ def draw_heldout_requests(
 ) -> list[EpisodeRequest]:
     """Draw held-out episodes: levels in equal shares, each with its own questions, interleaved.
 
-    The result depends only on environment, settings and seed, so every model gets the same episodes. A level with
-    fewer held-out episodes than its share contributes all of them to draw 0, with a warning. A later draw
-    (`settings.episodes_draw`) has the full share of every level, without the episodes and questions of earlier draws.
+    In a mixture the environments have equal shares, and their levels equal shares of those. The result depends only on
+    environment, settings and seed, so every model gets the same episodes. A level with fewer held-out episodes than its
+    share contributes all of them to draw 0, with a warning. A later draw (`settings.episodes_draw`) has the full share
+    of every level, without the episodes and questions of earlier draws.
 
     Args:
         excluded: episodes used elsewhere; neither they nor their questions are drawn (`draw_heldout_seeds`).
     Raises: SettingsError for an unknown level; DataError for a level without held-out episodes, or with too few for
         the draw.
     """
-    levels = settings.levels or environment.levels
+    if len(set(settings.levels)) < len(settings.levels):
+        raise SettingsError(f"levels: {list(settings.levels)} lists a level twice")
+    levels = list(environment.expand_levels(dict.fromkeys(settings.levels, 1.0)))
+    levels = levels or list(environment.levels)
     for level in levels:
         environment.check_level(level)
-    if len(set(levels)) < len(levels):
-        raise SettingsError(f"levels: {list(levels)} lists a level twice")
-    if settings.episodes < len(levels):
+    shares = split_episodes(environment, levels, settings.episodes)
+    if not all(shares):
         raise SettingsError(
             f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate"
+            + (", of which each environment needs its share" if len(environment.parts) > 1 else "")
         )
     per_level: list[list[EpisodeRequest]] = []
     used_seeds = {
         level: {request.seed for request in excluded if request.level == level} for level in levels
     }
-    for index, level in enumerate(levels):
-        share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
+    for level, share in zip(levels, shares, strict=True):
         picked = _draw_level_seeds(
             environment, level, share, seed, settings.episodes_draw, used_seeds[level]
         )
@@ -107,6 +110,23 @@ def draw_heldout_requests(
         )
     longest = max(map(len, per_level))
     return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
+
+
+def split_episodes(environment: Environment, levels: Sequence[str], episodes: int) -> list[int]:
+    """Return each level's number of episodes: equal shares of the environments, and of the levels within each."""
+    owners = [environment.find_part(level).name for level in levels]
+    names = list(dict.fromkeys(owners))
+    by_environment = dict(zip(names, _split_evenly(episodes, len(names)), strict=True))
+    by_level = {
+        name: iter(_split_evenly(share, owners.count(name)))
+        for name, share in by_environment.items()
+    }
+    return [next(by_level[owner]) for owner in owners]
+
+
+def _split_evenly(total: int, count: int) -> list[int]:
+    """Split a number into `count` parts that differ by at most 1, the larger ones first."""
+    return [total // count + (index < total % count) for index in range(count)]
 
 
 def _draw_level_seeds(
@@ -166,8 +186,10 @@ def draw_validation_requests(
     Raises: SettingsError if too few remain.
     """
     requests: list[EpisodeRequest] = []
-    for index, level in enumerate(levels):
-        share = episodes // len(levels) + (index < episodes % len(levels))
+    expanded = (level for name in levels for level in environment.expand_levels({name: 1.0}))
+    levels = list(dict.fromkeys(expanded))
+    shares = split_episodes(environment, levels, episodes)
+    for level, share in zip(levels, shares, strict=True):
         seeds = environment.seeds_of("heldout", level)
         reported_seeds = {request.seed for request in reported if request.level == level}
         picked = draw_heldout_seeds(

@@ -15,7 +15,7 @@ from rl_core.analysis.summary import (
     has_called_tool,
 )
 from rl_core.time_limits import count_hung_calls
-from rl_core.types import RolloutGroup, Trajectory
+from rl_core.types import Rollout, RolloutGroup, Trajectory
 
 MAX_TOOL_METRICS = 20  # most used tools, one metric each
 METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")  # a policy may make up any name
@@ -27,6 +27,7 @@ def compute_rollout_metrics(
     with_success: bool = True,
     tools: Sequence[str] = (),
     visual_tools: Collection[str] = (),
+    environments: Sequence[str] = (),
 ) -> dict[str, float]:
     """Compute success, length, truncation and tool use of one iteration, all as means over its rollouts.
 
@@ -37,6 +38,7 @@ def compute_rollout_metrics(
     Args:
         with_success: False = omit success rates, for environments without them.
         tools, visual_tools: see `compute_behaviour_metrics`, whose metrics are included.
+        environments: of a mixture: also compute success, reward and share of the rollouts of each.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -60,8 +62,9 @@ def compute_rollout_metrics(
         / max(action_tokens, 1),
     }
     metrics |= compute_behaviour_metrics(trajectories, tools, visual_tools)
+    metrics |= _compute_environment_metrics(rollouts, environments)
     known = [trajectory for trajectory in trajectories if trajectory.success is not None]
-    if not with_success or not known:
+    if not known or not (with_success or environments):
         return metrics
     metrics["train/success_rate"] = _compute_mean(bool(t.success) for t in known)
     by_level: dict[str, list[bool]] = defaultdict(list)
@@ -71,6 +74,26 @@ def compute_rollout_metrics(
         f"train/success_rate_by_level/{level}": _compute_mean(by_level[level])
         for level in sorted(by_level)
     }
+
+
+def _compute_environment_metrics(
+    rollouts: Sequence[Rollout], environments: Sequence[str]
+) -> dict[str, float]:
+    """Compute success, reward and share of the rollouts of each environment; only the share of one without rollouts."""
+    metrics: dict[str, float] = {}
+    for name in environments:
+        own = [rollout for rollout in rollouts if rollout.trajectory.environment == name]
+        trajectories = [rollout.trajectory for rollout in own]
+        metrics[f"train/rollout_share_by_environment/{name}"] = len(own) / len(rollouts)
+        rewards = [rollout.reward for rollout in own if not rollout.is_masked]
+        if rewards:
+            metrics[f"reward/mean_by_environment/{name}"] = _compute_mean(rewards)
+        known = [t for t in trajectories if t.success is not None]
+        if known:
+            metrics[f"train/success_rate_by_environment/{name}"] = _compute_mean(
+                bool(t.success) for t in known
+            )
+    return metrics
 
 
 def compute_behaviour_metrics(

@@ -338,6 +338,11 @@ def replace_unchecked(settings: S, changed: Mapping[SettingKey, Any]) -> S:
             present = values[()]
         elif isinstance(present, Settings):
             present = replace_unchecked(present, values)
+        elif isinstance(present, tuple):  # of settings
+            for index in {key[0] for key in values}:
+                changed_item = {key[1:]: item for key, item in values.items() if key[0] == index}
+                item = replace_unchecked(present[int(index)], changed_item)
+                present = (*present[: int(index)], item, *present[int(index) + 1 :])
         else:  # options of an environment
             present = {**present, **{key[0]: item for key, item in values.items()}}
         object.__setattr__(result, name, present)

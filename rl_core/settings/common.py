@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -240,6 +243,106 @@ class EnvironmentSettings(Settings):
         doc="a shipped environment's name, or an import path or file (package.module:Class, world.py:World)",
     )
     options: dict[str, Any] = setting({}, doc="keyword arguments of the environment's class")
+
+
+MIXTURE_ENVIRONMENT = "mixture"  # name of the environment that several environments make up
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+
+
+def check_environment_label(label: str) -> None:
+    """Raise SettingsError for a label that metric names and level names cannot contain."""
+    if not _LABEL.fullmatch(label):
+        raise SettingsError(
+            f"label: {label[:80]!r} must be 1 to 40 of letters, digits, '_', '.' and '-', starting with a letter or "
+            "digit: levels and metrics contain it (sums/easy)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedEnvironmentSettings(Settings):
+    """One of several environments in which a policy learns."""
+
+    name: str = setting(
+        doc="a shipped environment's name, or an import path or file (package.module:Class, world.py:World)"
+    )
+    label: str | None = setting(
+        None,
+        doc="name in levels (`sums/easy`), metrics and reports; default: name, or the class of an import path",
+    )
+    options: dict[str, Any] = setting({}, doc="keyword arguments of the environment's class")
+    weight: float = setting(
+        1.0,
+        ge=0,
+        doc="share of the training episodes, relative to the other environments; 0: only evaluated",
+    )
+    levels: dict[str, float] = setting(
+        {}, doc="levels used and their sampling weights within the environment; {} = all, equally"
+    )
+    rewards: dict[str, float] = setting(
+        {},
+        is_code=True,
+        doc="reward components and weights of this environment; {} = those of the policy stage",
+    )
+    reward_options: dict[str, Any] = setting(
+        {},
+        doc="options that differ from the policy stage's reward_options, as {numeric: {find: boxed}}",
+    )
+    max_turns: int | None = setting(
+        None, ge=1, doc="maximum actions per episode, at most the stage's sampling.max_turns"
+    )
+
+    def check(self) -> None:
+        """Check the label, the weights of levels, and that some reward has a weight."""
+        check_environment_label(self.resolved_label)
+        for level, weight in self.levels.items():
+            if weight <= 0:
+                raise SettingsError(
+                    f"levels.{level}: {weight:g} must be above 0; leave out a level that is not used"
+                )
+        if self.rewards and not any(self.rewards.values()):
+            raise SettingsError(
+                "rewards: no reward has a weight other than 0; write {task: 1.0}, or leave it out"
+            )
+
+    @property
+    def resolved_label(self) -> str:
+        """The label, or its default."""
+        return self.label if self.label is not None else self.name.rpartition(":")[2]
+
+
+def check_mixture(entries: Iterable[MixedEnvironmentSettings]) -> None:
+    """Raise SettingsError for labels that two environments share, and if no environment is trained on."""
+    entries = tuple(entries)
+    known: set[str] = set()
+    for index, entry in enumerate(entries):
+        label = entry.resolved_label
+        if label.casefold() in known:
+            raise SettingsError(
+                f"{index}.label: two environments are named '{label}' (ignoring case); give each a different label"
+            )
+        known.add(label.casefold())
+    if not any(entry.weight for entry in entries):
+        raise SettingsError("weight: every environment has weight 0, so there is nothing to learn")
+
+
+def iter_mixed_environments(
+    settings: EnvironmentSettings,
+) -> Iterator[tuple[int, EnvironmentSettings]]:
+    """Yield the index and the settings of each environment of a mixture; (-1, settings) for any other."""
+    entries = settings.options.get("environments", ())
+    if settings.name != MIXTURE_ENVIRONMENT or not isinstance(entries, list | tuple):
+        yield -1, settings
+        return
+    for index, entry in enumerate(entries):
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str):
+            options = dict(entry.get("options") or {})
+            yield index, EnvironmentSettings(name=entry["name"], options=options)
+
+
+def build_mixture_settings(entries: Iterable[MixedEnvironmentSettings]) -> EnvironmentSettings:
+    """Build the settings of the environment that these make up."""
+    plain = [dataclasses.asdict(entry) for entry in entries]
+    return EnvironmentSettings(name=MIXTURE_ENVIRONMENT, options={"environments": plain})
 
 
 @dataclass(frozen=True, kw_only=True)

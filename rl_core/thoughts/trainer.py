@@ -207,7 +207,8 @@ class ThoughtsTrainer(RolloutTrainer):
             environment,
             seed,
             backend,
-            levels=settings.levels or environment.levels,
+            levels=environment.expand_levels(dict.fromkeys(settings.levels, 1.0))
+            or environment.level_weights,
             pad_id=pad_id,
             record=record,
             process_group=process_group,

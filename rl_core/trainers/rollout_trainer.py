@@ -72,6 +72,7 @@ class RolloutTrainer(ABC):
         self.iteration = 0
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
         self.failures = EpisodeFailureMonitor(max_failed_share)  # of the environment
+        self.failures.watch_environments(environment)
         self.worker_group: WorkerGroup | None = None  # workers that play instead of this process
         # The backend, if its tokens come from an inference server.
         self.server: ServerBackend | None = None

@@ -9,6 +9,7 @@ that depend on the model (rl_core/settings/defaults), then checks combinations o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -157,6 +158,8 @@ def _check_settings(
     if folder is not None:
         paths, file_problems = resolve_files(settings, folder)
         settings, problems = replace_unchecked(settings, paths), problems + file_problems
+        with contextlib.suppress(SettingsError):  # reported above
+            settings.mix_environments()
     context = read_context_length(settings.model)
     if import_code and settings.stages.custom:
         stages, stage_problems = load_custom_stages(settings.stages, settings.model, context)

@@ -38,7 +38,16 @@ _VERL_BLOCKS = {
     "custom_reward_function",
 }
 _HYDRA_KEYS = ("_target_", "defaults", "hydra")
-_KEY_ORDER = ("name", "seed", "output", "environment", "model", "tracking", "stages")
+_KEY_ORDER = (
+    "name",
+    "seed",
+    "output",
+    "environment",
+    "environments",
+    "model",
+    "tracking",
+    "stages",
+)
 _INLINE_MAPPINGS = (".rewards", "chat_template_kwargs")  # settings whose value is a mapping
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.curriculum.watched_metrics import (
-    describe_unknown_tool,
+    describe_unlogged_metric,
     find_metric_range,
 )
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
@@ -27,6 +27,14 @@ from tasks.config.machine_checks import (
     check_memory,
     find_unwritable_model,
     read_context_length,
+)
+from tasks.config.mixture_checks import (
+    check_mixture_rewards,
+    check_trained_levels,
+    describe_environment_names,
+    list_level_names,
+    locate_environment_error,
+    replace_missing_files,
 )
 from tasks.config.policy_checks import (
     POLICY_KEY,
@@ -383,7 +391,12 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     elif not import_code and list_environment_code(name, options):
         return
     path = options.get("path")
-    if name == "agent":
+    if settings.environments:
+        mixed = replace_missing_files(settings)
+        if mixed is None:
+            return
+        options = mixed
+    elif name == "agent":
         tasks = options.get("tasks")
         if isinstance(tasks, str) and not Path(tasks).exists():
             return  # machine_checks reports it; the tasks define the levels
@@ -395,22 +408,24 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
         options["path"] = os.devnull
     try:
         environment = make_environment(name, options)
-        known_levels = tuple(environment.levels)
     except PosttrainError as error:
-        key_text, colon, text = str(error).partition(": ")
-        if colon and key_text.split(".")[0] in ("name", "options"):
-            yield _build_finding(("environment", *key_text.split(".")), text)
-        else:
-            yield _build_finding(("environment",), str(error))
+        yield _Finding(locate_environment_error(settings, error), ())
         return
     except (Exception, SystemExit) as error:  # from a user's class: show whatever it raises
-        yield _build_finding(("environment",), f"{name!r} raised {type(error).__name__}: {error}")
+        text = f"{name!r} raised {type(error).__name__}: {error}"
+        yield _build_finding(_get_environment_key(settings), text)
         return
-    yield from _check_reward_columns(settings, environment, import_code)
+    if settings.environments:
+        for problem in check_mixture_rewards(settings, environment, import_code):
+            yield _Finding(problem, ())
+        for problem in check_trained_levels(settings):
+            yield _Finding(problem, ())
+    else:
+        yield from _check_reward_columns(settings, environment, import_code)
     policy = settings.stages.policy
     for key, metric in list_watched_metrics(policy):
-        if problem := describe_unknown_tool(metric, environment):
-            yield _build_finding((*key, "metric"), problem, ("environment",))
+        if unlogged := describe_unlogged_metric(metric, environment):
+            yield _build_finding((*key, "metric"), unlogged, _get_environment_key(settings))
     if policy is not None and name == "prompts" and not environment.knows_success:
         yield from _check_prompt_rewards(policy)
     promote = settings.stages.promote
@@ -420,7 +435,18 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
             "success is unknown without a verifier: set metric: reward, or environment.options.verifier",
             ("environment",),
         )
-    yield from _check_levels(settings, known_levels)
+    if (
+        promote is not None
+        and promote.max_environment_loss is not None
+        and not settings.environments
+    ):
+        text = "compares several environments; list them under environments, or leave it out"
+        yield _build_finding(("stages", "promote", "max_environment_loss"), text)
+    yield from _check_levels(settings, environment)
+
+
+def _get_environment_key(settings: PipelineSettings) -> Key:
+    return ("environments",) if settings.environments else ("environment",)
 
 
 def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
@@ -470,16 +496,21 @@ def _check_prompt_rewards(policy: PolicySettings) -> Iterator[_Finding]:
     )
 
 
-def _check_levels(settings: PipelineSettings, known_levels: tuple[str, ...]) -> Iterator[_Finding]:
-    name = settings.environment.name
+def _check_levels(settings: PipelineSettings, environment: Environment) -> Iterator[_Finding]:
+    known_levels, names = list_level_names(environment), describe_environment_names(environment)
     for key, levels in _list_configured_levels(settings):
         for level in levels:
             if level not in known_levels:
-                text = f"environment '{name}' has no level '{level}'; {suggest_name(level, known_levels)}"
+                text = f"{names} no level '{level}'; {suggest_name(level, known_levels)}"
                 level_key = (*key, *_build_level_key(levels, level))
-                yield _build_finding(level_key, text, ("environment",))
+                yield _build_finding(level_key, text, _get_environment_key(settings))
         if key == ("stages", "prepare_data", "levels"):
             continue  # naming a level twice here means twice as many rows
+        if set(levels) <= set(known_levels):
+            try:
+                environment.expand_levels(dict.fromkeys(levels, 1.0))
+            except SettingsError as error:
+                yield _build_finding(key, str(error).removeprefix("levels: "))
         for level, count in Counter(list(levels)).items():
             if count > 1:
                 yield _build_finding(key, f"level '{level}' is named twice; name it once")

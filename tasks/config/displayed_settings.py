@@ -41,6 +41,13 @@ def mask_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:
             **environment,
             "options": _mask_texts(environment["options"], False),
         }
+    if isinstance(values.get("environments"), list | tuple):
+        values["environments"] = [
+            {**entry, "options": _mask_texts(entry["options"], False)}
+            if isinstance(entry, Mapping) and isinstance(entry.get("options"), Mapping)
+            else entry
+            for entry in values["environments"]
+        ]
     return values
 
 

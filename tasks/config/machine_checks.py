@@ -78,7 +78,11 @@ def resolve_files(
     finder = _FileFinder(folder, problems)
     paths = {
         **_find_data_files(settings.stages.prepare_data, finder),
-        **_find_environment_files(settings.environment, finder),
+        **{
+            key: path
+            for block, environment in settings.list_environment_blocks()
+            for key, path in _find_environment_files(block, environment, finder).items()
+        },
     }
     models: dict[Key, str | None] = {("model", "path"): settings.model.path}
     distill = settings.stages.distill
@@ -128,7 +132,8 @@ class _FileFinder:
             self.report(key, f"{text}, or name another path with --set {join_key(key)}=FILE")
             return name
         if path.is_dir() and folder:
-            suffixes = TABLE_SUFFIXES if key[0] == "environment" else DATA_SUFFIXES
+            is_environment = str(key[0]).startswith("environment")
+            suffixes = TABLE_SUFFIXES if is_environment else DATA_SUFFIXES
             if not list_data_files(path, suffixes):
                 self.report(key, f"{path} is a folder without data files ({', '.join(suffixes)})")
         elif path.is_dir():
@@ -185,7 +190,7 @@ def _find_data_files(data: DataSettings | None, finder: _FileFinder) -> dict[Key
 
 
 def _find_environment_files(
-    environment: EnvironmentSettings, finder: _FileFinder
+    block: Key, environment: EnvironmentSettings, finder: _FileFinder
 ) -> dict[Key, str]:
     """Find an environment's data file, its option `path`; `prompts` also accepts a folder, and a held-out file.
 
@@ -201,7 +206,7 @@ def _find_environment_files(
             continue
         if environment.name == "agent" and is_import_path(path):
             continue
-        key = ("environment", "options", name)
+        key = (*block, "options", name)
         advice = _DOWNLOAD_HINTS.get(environment.name, "")
         if accepts_folder and _HUB_NAME.fullmatch(path) and "/" in path:
             advice = (

@@ -400,8 +400,12 @@ def _build_instance(hint: Any, value: Any, key: Key, problems: list[ConfigProble
         return hint(**built)
     except SettingsError as error:
         name, colon, text = str(error).partition(": ")
-        if colon and name.split(".")[0] in hints:
-            problems.append(ConfigProblem((*key, *name.split(".")), text))
+        first, *names = name.split(".")
+        if colon and first in hints:
+            inner: Key = tuple(names)
+            if typing.get_origin(hints[first]) is tuple and names and names[0].isdigit():
+                inner = (int(names[0]), *names[1:])  # the index of an item
+            problems.append(ConfigProblem((*key, first, *inner), text))
         else:
             problems.append(ConfigProblem(key, str(error)))
         # each value is within its range: continue to find the other problems

@@ -22,6 +22,7 @@ from rl_core.settings import (
     EvaluationSettings,
     ExportSettings,
     GgufSettings,
+    MixedEnvironmentSettings,
     ModelSettings,
     NetworkSettings,
     OnlineSettings,
@@ -35,6 +36,7 @@ from rl_core.settings import (
     ThoughtsSettings,
     setting,
 )
+from rl_core.settings.common import MIXTURE_ENVIRONMENT, build_mixture_settings, check_mixture
 from rl_core.settings.deprecated_keys import read_deprecated_value
 from rl_core.settings.services import ALERTS_DOC, SINKS_DOC, check_alerts, check_sinks
 from tasks import stage_registry
@@ -150,6 +152,13 @@ class PromotionSettings(Settings):
         2000, ge=100, le=1_000_000, doc="resamples of the paired difference"
     )
     confidence: float = setting(0.95, gt=0.5, lt=1, doc="confidence level of the interval")
+    max_environment_loss: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        doc="for several environments: each must show, by interval and test, that it lost less than this (0.05 = 5 "
+        "points); unset: only the total decides",
+    )
     approve: Literal["auto", "manual"] = setting(
         "auto", doc="manual: a model that passes the gate waits for a person's approval"
     )
@@ -339,6 +348,9 @@ class PipelineSettings(Settings):
         doc="CPU threads of torch; unset: torch decides; auto: as many as there are free processors at the run's start",
     )
     environment: EnvironmentSettings = setting(EnvironmentSettings(), doc="where the policy acts")
+    environments: tuple[MixedEnvironmentSettings, ...] = setting(
+        (), doc="several environments in which the policy learns together, instead of environment"
+    )
     model: ModelSettings = setting(ModelSettings(), doc="the initial policy")
     tracking: TrackingSettings = setting(TrackingSettings(), doc="where results are tracked")
     run: RunSettings = setting(RunSettings(), doc="retries and timeouts")
@@ -356,7 +368,7 @@ class PipelineSettings(Settings):
     )
 
     def check(self) -> None:
-        """Check that the name is one path component and that there is a stage to run."""
+        """Check that the name is one path component and that there is a stage to run; mix the environments."""
         _check_pipeline_name("name", self.name)
         if self.name.casefold() in _RESERVED_NAMES:
             raise SettingsError(
@@ -365,6 +377,7 @@ class PipelineSettings(Settings):
             )
         if not self.output.strip() or "\0" in self.output:
             raise SettingsError(f"output: {self.output!r} must name a folder")
+        self.mix_environments()
         stages = {*stage_registry.list_stage_names(), *self.stages.custom}
         for stage in self.run.timeouts:
             if stage not in stages:
@@ -384,6 +397,32 @@ class PipelineSettings(Settings):
                 f"stages: there is none; name at least one of {', '.join(stage_registry.list_stage_names())} "
                 "(`sft: {}` = defaults)"
             )
+
+    def mix_environments(self) -> None:
+        """Set `environment` to the mixture of `environments`, if there are any. Raises: SettingsError."""
+        if not self.environments:
+            return
+        if (
+            self.environment.name != MIXTURE_ENVIRONMENT
+            and self.environment != EnvironmentSettings()
+        ):
+            raise SettingsError("environments: environment is set, too; set one of the two")
+        try:
+            check_mixture(self.environments)
+        except SettingsError as error:
+            raise SettingsError(f"environments.{error}") from error
+        object.__setattr__(self, "environment", build_mixture_settings(self.environments))
+
+    def list_environment_blocks(
+        self,
+    ) -> list[tuple[tuple[str | int, ...], EnvironmentSettings]]:
+        """List the environments, each with the key of its block."""
+        if not self.environments:
+            return [(("environment",), self.environment)]
+        return [
+            (("environments", index), EnvironmentSettings(name=entry.name, options=entry.options))
+            for index, entry in enumerate(self.environments)
+        ]
 
     def find_stage_seed(self, stage: str) -> int:
         """Return the seed of a stage: from `seeds`, else the pipeline's."""

@@ -42,6 +42,7 @@ def list_code_paths(settings: PipelineSettings) -> tuple[str, ...]:
     environment = settings.environment
     paths = [
         *list_environment_code(environment.name, environment.options),
+        *(path for entry in settings.environments for _, path in iter_code_paths(entry)),
         *(path for _, path in iter_code_paths(settings.stages)),
     ]
     return tuple(dict.fromkeys(paths))
@@ -53,8 +54,11 @@ def check_user_code(settings: PipelineSettings, import_code: bool) -> Iterator[C
     Environments and rewards are imported where their options are checked (`cross_checks`).
     """
     named: list[tuple[Key, str]] = [*iter_code_paths(settings.stages, ("stages",))]
-    if ":" in settings.environment.name:
-        named.append((("environment", "name"), settings.environment.name))
+    for block, environment in settings.list_environment_blocks():
+        if ":" in environment.name:
+            named.append(((*block, "name"), environment.name))
+    for index, entry in enumerate(settings.environments):
+        named += iter_code_paths(entry, ("environments", index))
     broken_keys = set()
     for key, name in named:
         if not is_import_path(name):

@@ -20,6 +20,7 @@ from typing import Literal
 
 from rl_core.data.files import PARQUET_SUFFIXES, list_data_files
 from rl_core.errors import DataError
+from rl_core.settings.common import iter_mixed_environments
 from rl_core.storage.manifest import digest_file
 from tasks.config import PipelineSettings
 
@@ -94,8 +95,10 @@ def list_data_sources(settings: PipelineSettings) -> dict[str, Path]:
     paths = {
         "demonstrations": data.demonstrations if data is not None else None,
         "preferences": data.preferences if data is not None else None,
-        "environment": settings.environment.options.get("path"),
     }
+    for index, environment in iter_mixed_environments(settings.environment):
+        name = "environment" if index < 0 else f"environments.{index}"
+        paths[name] = environment.options.get("path")
     return {name: Path(path) for name, path in paths.items() if isinstance(path, str)}
 
 

@@ -302,7 +302,7 @@ def _list_skippable_stages(settings: PipelineSettings, new: NewData) -> tuple[st
         is_from_demonstrator = source == "demonstrations" and not is_from_file
         # A demonstrator writes the same demonstrations again unless the environment changes.
         has_changed = source in new.sources or (
-            is_from_demonstrator and "environment" in new.sources
+            is_from_demonstrator and any(source.startswith("environment") for source in new.sources)
         )
         if (is_from_file or is_from_demonstrator) and not has_changed:
             dropped.append(stage.name)

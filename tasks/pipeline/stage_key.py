@@ -27,6 +27,7 @@ from typing import Any
 from rl_core.errors import SettingsError
 from rl_core.models.adapter_folder import is_adapter_folder, read_adapter_folder
 from rl_core.settings import Settings, iter_code_paths
+from rl_core.settings.common import iter_mixed_environments
 from rl_core.settings.rollouts import select_decisive_numerics, select_decisive_rollouts
 from rl_core.storage.manifest import digest_bytes, digest_file, digest_folder
 from rl_core.user_code.digest import UserModule, find_user_modules
@@ -237,16 +238,28 @@ def digest_input(value: StageResult | Path | str) -> str:
 
 def digest_environment_files(pipeline: PipelineSettings) -> dict[str, str]:
     """Digest the data files that the environment's options name, by option."""
-    digests = {}
-    for name in ENVIRONMENT_FILES:
-        option = pipeline.environment.options.get(name)
-        if isinstance(option, str) and Path(option).exists():
-            digests[name] = digest_input(Path(option))
-    command = pipeline.environment.options.get("command")
-    for word in _split_command(command) if isinstance(command, str) else ():
-        if Path(word).is_file():  # the agent's script
-            digests[f"command {word}"] = digest_file(Path(word))
-    return digests
+    return {name: digest for name, (_, digest) in _digest_environment_paths(pipeline).items()}
+
+
+def list_environment_files(pipeline: PipelineSettings) -> dict[str, str]:
+    """List the data files that the environment's options name, by the names of `digest_environment_files`."""
+    return {name: path for name, (path, _) in _digest_environment_paths(pipeline).items()}
+
+
+def _digest_environment_paths(pipeline: PipelineSettings) -> dict[str, tuple[str, str]]:
+    """Digest the environment's files: path and digest by name, of a mixture with the index of the environment."""
+    files: dict[str, tuple[str, str]] = {}
+    for index, environment in iter_mixed_environments(pipeline.environment):
+        prefix = "" if index < 0 else f"environments.{index}."
+        for name in ENVIRONMENT_FILES:
+            option = environment.options.get(name)
+            if isinstance(option, str) and Path(option).exists():
+                files[prefix + name] = option, digest_input(Path(option))
+        command = environment.options.get("command")
+        for word in _split_command(command) if isinstance(command, str) else ():
+            if Path(word).is_file():  # the agent's script
+                files[f"{prefix}command {word}"] = word, digest_file(Path(word))
+    return files
 
 
 def _split_command(command: str) -> list[str]:
@@ -269,13 +282,17 @@ def _digest_user_content(
     digests = digest_environment_files(pipeline)
     if pipeline.model.chat_template is not None and Path(pipeline.model.chat_template).is_file():
         digests["chat_template"] = digest_file(Path(pipeline.model.chat_template))
-    required = {path for path in (pipeline.environment.name, *named) if ":" in path}
+    environments = [environment for _, environment in iter_mixed_environments(pipeline.environment)]
+    names = [environment.name for environment in environments]
+    required = {path for path in (*names, *named) if ":" in path}
     others = find_import_paths(stage_settings) | find_import_paths(
         dataclasses.asdict(pipeline.environment)
     )
     modules = find_user_modules(required, others - required)
     is_named = bool(required or others) or pipeline.model.chat_template is not None
-    is_named |= any(pipeline.environment.options.get(name) for name in ENVIRONMENT_FILES)
+    is_named |= any(
+        environment.options.get(name) for environment in environments for name in ENVIRONMENT_FILES
+    )
     digests |= {f"code {name}": module.digest for name, module in modules.items()}
     return digests, modules, is_named
 

@@ -299,4 +299,13 @@ def _summarize_evaluation(result: Evaluation) -> dict[str, Any]:
         "failed_episodes": result.failed_episodes,
         "tokens_per_second": result.tokens_per_second,
         "by_level": {level: list(rate) for level, rate in result.by_level.items()},
+        **_summarize_environments(result),
     }
+
+
+def _summarize_environments(result: Evaluation) -> dict[str, Any]:
+    """Summarise the environments of a mixture; {} for any other evaluation."""
+    if not result.environments:
+        return {}
+    rates = {name: list(rate) for name, rate in result.by_environment.items()}
+    return {"by_environment": rates, "reward_by_environment": result.reward_by_environment}

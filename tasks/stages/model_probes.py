@@ -125,12 +125,14 @@ def _load_heldout_demonstrations(
     rows: list[Row] = []
     if environment is None:
         return rows
-    schema = environment.tools.schema() if native_tools else []
     for level in environment.levels:
+        schema = environment.find_part(level).tools.schema() if native_tools else []
         seeds = environment.seeds_of("heldout", level)[: -(-limit // len(environment.levels))]
         for seed in seeds:
             demonstration = environment.demonstration(seed, level)
-            if demonstration is None:
-                return []
+            if (
+                demonstration is None
+            ):  # without a demonstrator; other environments of a mixture may have one
+                break
             rows.append({"messages": demonstration.messages, "tools": schema})
     return rows[:limit]

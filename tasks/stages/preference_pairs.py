@@ -279,8 +279,9 @@ def _sample_pairs_from_rollouts(data: Path | None, context: StageContext) -> Sta
     policy = load_frozen_policy(context.inputs["model"], context.pipeline)
     backend = policy.backend()
     rng = np.random.default_rng(context.seed)
-    seeds = {level: environment.seeds_of("train", level) for level in environment.levels}
-    levels = [level for level in environment.levels if len(seeds[level])]
+    # Of a mixture without the environments that are only evaluated.
+    seeds = {level: environment.seeds_of("train", level) for level in environment.level_weights}
+    levels = [level for level in seeds if len(seeds[level])]
     # an episode may be drawn twice, and two episodes may ask the same question
     by_question: list[tuple[str, list[PreferencePair]]] = []
     count = groups_played = successes = guesses = 0

@@ -46,7 +46,11 @@ from rl_core.storage.manifest import digest_bytes, digest_file
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage import StageContext, run_stage
 from tasks.pipeline.stage_fingerprint import read_stage_fingerprint
-from tasks.pipeline.stage_key import digest_environment_files, digest_input
+from tasks.pipeline.stage_key import (
+    digest_environment_files,
+    digest_input,
+    list_environment_files,
+)
 from tasks.pipeline.stage_result import StageResult
 from tasks.stages.data_rows import TOKEN_CACHE_FOLDER, list_split_files, read_json_rows
 from tasks.stages.loading import build_pipeline_environment
@@ -259,7 +263,7 @@ def _refuse_changed_data(context: StageContext) -> None:
     for part, current in (("inputs", digests), ("content", content)):
         for name, digest in current.items():
             if digest != known.get(part, {}).get(name, digest):
-                path = files.get(name) or context.pipeline.environment.options[name]
+                path = files.get(name) or list_environment_files(context.pipeline)[name]
                 raise DataError(
                     f"{path}: was changed while it was read; start again when nothing writes to it"
                 )
@@ -277,10 +281,12 @@ def _load_demonstrations(
         return _mark_by_seed(table)
     if context.pipeline.stages.sft is None:
         return LocatedRows()
-    levels = settings.levels or environment.levels
+    levels: Sequence[str] | Mapping[str, float] = settings.levels or environment.levels
+    if len(environment.parts) > 1:
+        levels = environment.level_weights
+        if settings.levels:  # a level that is listed twice comes twice as often
+            levels = environment.expand_levels(Counter(settings.levels))
     table = LocatedRows(source=f"demonstrations of {environment.name}")
-    schema = environment.tools.schema() if context.pipeline.model.native_tools else []
-    tools = {"tools": schema} if schema else {}  # as in rollouts of this environment
     num_successes: Counter[str] = Counter()
     num_shown: Counter[str] = Counter()
     for level, seed in itertools.islice(
@@ -289,9 +295,13 @@ def _load_demonstrations(
         demonstration = environment.demonstration(seed, level)
         if demonstration is None:
             raise DataError(
-                f"environment '{environment.name}' has no demonstrator and stages.prepare_data.demonstrations names no "
-                "file, so there is nothing for stages.sft to learn from"
+                f"environment '{environment.find_part(level).name}' has no demonstrator and "
+                "stages.prepare_data.demonstrations names no file, so there is nothing for stages.sft to learn from"
+                + _suggest_levels(environment)
             )
+        schema = environment.find_part(level).tools.schema()
+        # As in rollouts of this environment.
+        tools = {"tools": schema} if schema and context.pipeline.model.native_tools else {}
         row = {
             "messages": demonstration.messages,
             "level": level,
@@ -337,15 +347,33 @@ def _mark_by_seed(table: LocatedRows) -> LocatedRows:
     return table
 
 
+def _suggest_levels(environment: Environment) -> str:
+    if len(environment.parts) == 1:
+        return ""
+    return "; name the environments that have one in stages.prepare_data.levels"
+
+
 def _iter_training_seeds(
-    environment: Environment, levels: Iterable[str]
+    environment: Environment, levels: Iterable[str] | Mapping[str, float]
 ) -> Iterable[tuple[str, int]]:
     """Yield (level, seed) in turn over the levels, each with its training seeds, until all levels run out.
 
-    A level that is named twice comes twice as often, with different seeds.
+    A level that is named twice comes twice as often, with different seeds. With weights, the next level is the one
+    whose count is furthest behind its weight, the first of several (stride scheduling).
     """
     turns = list(levels)
     streams = {level: iter(environment.seeds_of("train", level)) for level in turns}
+    if isinstance(levels, Mapping):
+        counts = Counter(dict.fromkeys(turns, 0))
+        while turns:
+            level = min(turns, key=lambda level: (counts[level] + 1) / levels[level])
+            counts[level] += 1
+            seed = next(streams[level], None)
+            if seed is None:
+                turns.remove(level)
+            else:
+                yield level, seed
+        return
     while turns:
         for level in list(turns):
             seed = next(streams[level], None)

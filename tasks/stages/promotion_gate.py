@@ -18,7 +18,7 @@ from rl_core.analysis.significance_tests import (
     estimate_episodes_needed,
     run_gain_test,
 )
-from rl_core.analysis.statistics import Difference
+from rl_core.analysis.statistics import Difference, bootstrap_paired_difference
 from rl_core.errors import DataError, SettingsError
 from rl_core.evaluation import Evaluation, compare, compute_paired_differences
 from rl_core.settings import EvaluationSettings
@@ -77,7 +77,8 @@ def decide_promotion(
     Without a champion the challenger needs `min_success`. With one, two conditions must hold: the lower bound of the
     paired bootstrap interval of (challenger - champion) is above `min_gain`, and the exact test of the same hypothesis
     (`run_gain_test`, which says for which differences it is exact) has a p-value of at most the attempt's level. Both
-    need `min_episodes`.
+    need `min_episodes`. With `max_environment_loss`, every environment of a mixture must meet the same two conditions
+    with minus that loss in place of `min_gain` (`_check_environments`).
 
     Args:
         attempt: number of this model's attempts on these episodes, including this one.
@@ -123,10 +124,13 @@ def decide_promotion(
     )
     text += f"{'at most' if passed else 'above'} {level.level:.2g} "
     text += f"({'not counted as an attempt' if uncounted else level})"
-    promoted = above and passed and not few
+    environments = _check_environments(challenger, champion, settings, level.level, seed)
+    promoted = above and passed and not few and environments.passed
+    if environments.text:
+        text += f"; {environments.text}"
     if few:
         text += f"; {few}"
-    elif not promoted and (
+    elif not (above and passed) and (
         needed := estimate_episodes_needed(differences, settings.min_gain, level.level)
     ):
         text += f"; detecting a gain of this size takes about {needed} episodes"
@@ -141,8 +145,82 @@ def decide_promotion(
         "attempt": 0.0 if uncounted else float(attempt),
         "episodes": float(test.episodes),
         "discordant": float(test.discordant),
+        **environments.numbers,
     }
     return promoted, text, numbers
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentCheck:
+    """Result of the check that no environment of a mixture got worse."""
+
+    passed: bool = True
+    text: str = ""
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def _check_environments(
+    challenger: Evaluation,
+    champion: Evaluation,
+    settings: PromotionSettings,
+    level: float,
+    seed: int,
+) -> EnvironmentCheck:
+    """Check by paired interval and test that every environment lost less than `max_environment_loss`.
+
+    All environments must pass, so each is tested at the attempt's full level: a model that lost more in any of them is
+    promoted with at most that probability (intersection-union test; Berger 1982). More environments make a promotion
+    rarer, never a wrong one likelier, so their number needs no correction.
+    """
+    margin, names = settings.max_environment_loss, challenger.environments
+    if not names or champion.environments == ():
+        needed = margin is not None and bool(names or champion.environments)
+        text = "the champion was evaluated on other environments" if needed else ""
+        return EnvironmentCheck(not needed, text)
+    worse: list[str] = []
+    numbers: dict[str, float] = {}
+    for name in names:
+        new, old = (
+            dataclasses.replace(evaluation, episodes=evaluation.select_environment(name))
+            for evaluation in (challenger, champion)
+        )
+        try:
+            differences = compute_paired_differences(new, old, settings.metric)
+        except DataError:
+            worse.append(f"{name} has no episode that both played")
+            continue
+        gain = bootstrap_paired_difference(
+            differences,
+            [0.0] * len(differences),
+            samples=settings.bootstrap_samples,
+            seed=seed,
+            confidence=settings.confidence,
+        )
+        numbers |= {
+            f"gain_by_environment/{name}": gain.difference,
+            f"gain_low_by_environment/{name}": gain.low,
+        }
+        if margin is None:
+            continue
+        bounded = settings.metric == "success"
+        test = run_gain_test(differences, margin=-margin, bounded=bounded, level=level, seed=seed)
+        numbers[f"p_value_by_environment/{name}"] = test.p_value
+        if gain.low <= -margin or test.p_value > level:
+            amount = _format_points if bounded else _format_reward
+            worse.append(
+                f"{name} {amount(gain.difference)} [{amount(gain.low)}, {amount(gain.high)}] on {len(differences)} "
+                f"episodes, {test.name} p = {test.p_value:.3g}"
+            )
+    for name in champion.environments:
+        if name not in names:
+            worse.append(f"{name} was not evaluated")
+    if margin is None:
+        return EnvironmentCheck(numbers=numbers)
+    if not worse:
+        text = f"each of {len(names)} environments lost less than {margin:g}, tested at {level:.2g} each"
+        return EnvironmentCheck(True, text, numbers)
+    text = f"not shown to have lost less than {margin:g}, at {level:.2g} each: {'; '.join(worse)}"
+    return EnvironmentCheck(False, text, numbers)
 
 
 def _decide_first_by_reward(

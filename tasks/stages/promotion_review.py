@@ -188,8 +188,8 @@ def _format_success_table(new: Evaluation) -> str:
         return f"Success is unknown: the environment has no verifier. Mean reward: {new.reward_mean:.4g}."
     rows = [("all", _format_percent(new.total), str(len(new.episodes)))]
     rows += [
-        (_escape_cell(level), _format_percent(rate), str(rate.n))
-        for level, rate in new.by_level.items()
+        (_escape_cell(name), _format_percent(rate), str(rate.n))
+        for name, rate in [*new.by_environment.items(), *new.by_level.items()]
     ]
     return _format_table(["level", "success (95% interval)", "episodes"], rows)
 
@@ -202,10 +202,10 @@ def _format_paired_table(
     settings: PromotionSettings,
     seed: int,
 ) -> str:
-    """Format a row for all episodes and one per level: both rates, the paired difference, wins and losses."""
+    """Format a row for all episodes, and one per environment of a mixture and per level: rates, paired difference."""
 
-    def build_row(name: str, level: str | None) -> list[str] | None:
-        new_level, old_level = _select_level(new, level), _select_level(old, level)
+    def build_row(name: str, level: str | None, by: str = "level") -> list[str] | None:
+        new_level, old_level = _select_level(new, level, by), _select_level(old, level, by)
         try:
             paired = compare(
                 new_level,
@@ -227,6 +227,7 @@ def _format_paired_table(
         ]
 
     rows = [build_row("**all**", None)]
+    rows += [build_row(_escape_cell(name), name, "environment") for name in new.environments]
     levels = dict.fromkeys(episode.level for episode in new.episodes)
     rows += [build_row(_escape_cell(level), level) for level in levels]
     head = [
@@ -272,8 +273,11 @@ def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.2g}"
 
 
-def _select_level(evaluation: Evaluation, level: str | None) -> Evaluation:
-    episodes = [episode for episode in evaluation.episodes if level in (None, episode.level)]
+def _select_level(evaluation: Evaluation, name: str | None, by: str = "level") -> Evaluation:
+    """Return the episodes of a level or an environment; None = all."""
+    episodes = [
+        episode for episode in evaluation.episodes if name is None or getattr(episode, by) == name
+    ]
     return dataclasses.replace(evaluation, episodes=episodes)
 
 

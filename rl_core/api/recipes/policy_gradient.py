@@ -21,8 +21,8 @@ from rl_core.inference.teacher import LocalTeacher, ServedTeacher, Teacher, chec
 from rl_core.models import causal_lm
 from rl_core.models.adapter_folder import is_adapter_folder, read_adapter_folder
 from rl_core.models.lora import select_served_rank
+from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.model_components import Scorer
-from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.settings import DistillationSettings, ModelSettings, PolicySettings, TeacherSettings
 from rl_core.storage.atomic_files import resolve_cache_folder
@@ -99,15 +99,14 @@ def build_policy_gradient_recipe(
         stop_event: ends the wait for that server.
     Raises: also BackendError, Stopped if that server does not start.
     """
-    rewards = RewardOrchestrator(
+    rewards = build_rewards(
+        environment,
         settings.rewards,
         scorer=scorer,
         options=settings.reward_options,
         seed=seed,
         functions=functions,
     )
-    rewards.check_columns(environment.columns)
-    rewards.check_rows(environment.iter_target_rows())
     server = None
     with contextlib.ExitStack() as stack:  # no server outlives a trainer that cannot be built
         if settings.rollouts.workers == "server":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from rl_core.curriculum.manager import CurriculumManager
+from rl_core.curriculum.manager import CurriculumManager, expand_curriculum
 from rl_core.curriculum.snapshots import StageSnapshots
 from rl_core.curriculum.watched_metrics import check_watched_tools, list_watchable_names
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -153,8 +153,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         settings = build_settings(settings, PolicySettings)
         check_models(settings, model, reference_model, teacher)
         self.curriculum = CurriculumManager(
-            settings.curriculum,
-            environment.levels,
+            expand_curriculum(settings.curriculum, environment),
+            environment.level_weights,
             early_stop=settings.early_stop,
             rollback=settings.rollback,
         )
@@ -176,7 +176,9 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.evaluator = evaluator
         # Metrics of the newest evaluation, for the curriculum's next observation.
         self._latest_evaluation: dict[str, float] = {}
-        self._watched_names = list_watchable_names(settings, environment.levels)
+        self._watched_names = list_watchable_names(settings, environment)
+        parts = environment.parts  # of a mixture
+        self._labels = tuple(part.name for part in parts) if len(parts) > 1 else ()
         self._tools = tuple(environment.tools.tools)
         self._visual_tools = environment.tools.list_visual_tools()
         check_watched_tools(settings, environment)
@@ -239,6 +241,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             with_success=self.environment.knows_success,
             tools=self._tools,
             visual_tools=self._visual_tools,
+            environments=self._labels,
         )
         rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)

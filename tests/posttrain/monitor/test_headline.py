@@ -2,9 +2,18 @@
 
 from types import SimpleNamespace
 
-from posttrain.monitor.charts import build_hint, build_metric_cell, find_label, format_metric_value
+from posttrain.monitor.charts import (
+    MISSING_VALUE,
+    PageSelection,
+    build_hint,
+    build_metric_cell,
+    find_label,
+    format_metric_value,
+)
 from posttrain.monitor.overview_views import (
     build_alarm_notes,
+    build_environment_chart,
+    build_environment_table,
     build_headline_tiles,
     build_settings_diff_table,
 )
@@ -216,3 +225,45 @@ def test_the_start_model_has_a_tile_and_its_evaluation_a_success():
         ("evaluate base", "25.0%"),
         ("evaluate", ""),
     ]
+
+
+def test_a_mixture_has_a_table_and_curves_by_environment():
+    policy = StageView("policy", "finished")
+    for step, (share, sums, grid, reward) in enumerate(
+        [(0.25, 0.5, 0.0, 1.0), (0.75, 0.7, 0.2, 3.0)], 1
+    ):
+        metrics = {
+            "train/rollout_share_by_environment/sums": share,
+            "train/rollout_share_by_environment/grid": 1 - share,
+            "train/success_rate_by_environment/sums": sums,
+            "train/success_rate_by_environment/grid": grid,
+            "reward/mean_by_environment/sums": reward,
+        }
+        policy.table.add_row({"step": step, "time": step * 1000, "metrics": metrics})
+    evaluation = StageView("evaluate", "finished")
+    rates = {"sft": {"sums": 0.25}, "policy": {"sums": 0.5, "grid": 1.0}}
+    evaluation.table.add_row(
+        {
+            "step": 0,
+            "time": 1,
+            "metrics": {
+                f"eval/{model}/success_rate_by_environment/{label}": rate
+                for model, values in rates.items()
+                for label, rate in values.items()
+            },
+        }
+    )
+    run = build_run(build_stage("sft"), policy, evaluation)
+    table = build_environment_table(run, [(run, policy)], PageSelection(window=10))
+    heads = [column["t"] for column in table["columns"]]
+    assert heads[4:] == ["sft, held out", "policy, held out"]
+    # Means of both iterations: share 0.5, success 0.6 and 0.1, reward 2.
+    assert table["rows"] == [
+        ["grid", "50.0%", "10.0%", MISSING_VALUE, MISSING_VALUE, "100.0%"],
+        ["sums", "50.0%", "60.0%", "2.000", "25.0%", "50.0%"],
+    ]
+    chart = build_environment_chart([(run, policy)], PageSelection(window=1))
+    assert [line["name"] for line in chart["lines"]] == ["grid", "sums"]
+    plain = build_run(build_stage("sft"), EVALUATED)
+    assert build_environment_table(plain, [(plain, plain.stages[0])], PageSelection()) is None
+    assert build_environment_chart([(plain, plain.stages[0])], PageSelection()) is None

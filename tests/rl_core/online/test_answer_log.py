@@ -156,6 +156,18 @@ def test_canary_episodes_are_held_out_by_content_whatever_their_seed(tmp_path):
     ] == ["chatcmpl-2"]
 
 
+def test_canaries_of_a_mixture_are_those_of_each_environment(tmp_path):
+    grid = make_environment("pixel_grid", None)
+    options = {"environments": [{"name": "pixel_grid"}, {"name": "arithmetic", "label": "sums"}]}
+    mixture = make_environment("mixture", options)
+    requests = build_canary_requests(mixture, ("sums", "pixel_grid/easy"), 8, 3, 0)
+    assert {request.level for request in requests} >= {"sums/easy", "sums/medium"}
+    assert sum(request.level == "pixel_grid/easy" for request in requests) == 4
+    assert all(is_canary(mixture, request.level, request.seed) for request in requests)
+    for seed in range(40):
+        assert is_canary(mixture, "pixel_grid/easy", seed) == is_canary(grid, "easy", seed)
+
+
 def test_labels_name_a_choice_and_are_taken_after_a_restart(tmp_path):
     with ExperienceWriter(tmp_path, CHAT_SETTINGS) as log:
         log.record_answers([build_answer("red"), build_answer("blue", choice=1)])

@@ -9,6 +9,7 @@ import pytest
 from helpers.online import experience
 from helpers.tiny import PAD, nano
 
+import rl_core
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.errors import DataError
 from rl_core.models.hidden_states import compute_turn_embeddings
@@ -16,6 +17,7 @@ from rl_core.online.experience import Experience
 from rl_core.online.labelled_rewards import ExperienceScorer, apply_label
 from rl_core.online.labels import Label, create_feedback_label
 from rl_core.online.voting import Ballot, tally_votes
+from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.orchestrator import WEIGHTED_PREFIX, RewardOrchestrator
 from rl_core.settings import RewardSettings
 from rl_core.storage.append_log import encode_checked_line, parse_checked_line
@@ -251,6 +253,41 @@ def test_an_experience_whose_rewards_all_fail_is_left_out_with_a_reason(num_othe
     assert len(expected) == num_others and rewards.state_dict() == alone.state_dict()
     for actual, table in zip(tables, expected, strict=False):
         assert np.array_equal(actual.totals_R, table.totals_R) and actual.is_known_R.all()
+
+
+def test_experiences_of_several_environments_are_replayed_and_scored_by_their_own():
+    """Check that an answer is scored as its environment alone scores it, and others are refused."""
+    part = rl_core.MixturePart
+    mixture = rl_core.MixtureEnvironment(
+        [
+            part(Arithmetic(), label="sums"),
+            part(Arithmetic(), label="more", rewards={"task": 2.0, "format": 0.5}),
+        ]
+    )
+
+    def label_as(served, name):
+        rollouts = tuple(
+            dataclasses.replace(
+                row,
+                trajectory=dataclasses.replace(
+                    row.trajectory, environment=name, level=f"{name}/easy"
+                ),
+            )
+            for row in served.rollouts
+        )
+        return dataclasses.replace(served, rollouts=rollouts)
+
+    served, right = experience(answers=("1", "2")), create_feedback_label(None, right_answer="1")
+    rewards = build_rewards(mixture, {"task": 1.0})
+    first, second, foreign = ExperienceScorer(rewards, mixture).score_experiences(
+        [(label_as(served, name), right) for name in ("sums", "more", "maze")]
+    )
+    alone = ExperienceScorer(RewardOrchestrator({"task": 1.0}), Arithmetic())
+    (expected,) = alone.score_experiences([(served, right)])
+    assert first.totals_R.tolist() == expected.totals_R.tolist() == [1.0, 0.0]
+    assert first.components == ("task", "format") and first.weighted_RC[0].tolist() == [1.0, 0.0]
+    assert second.totals_R.tolist() == [2.5, 0.5]  # 2 * 1 + 0.5 * 1; the format of both is right
+    assert foreign == "an experience of environment 'maze'; this worker has 'sums, more'"
 
 
 def move_to_maze(rollout):

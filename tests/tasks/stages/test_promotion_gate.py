@@ -6,7 +6,7 @@ import math
 import pytest
 from helpers.evaluations import build_evaluation
 
-from rl_core.evaluation import compare
+from rl_core.evaluation import compare, summarize_trajectories
 from tasks.config.settings import PromotionSettings
 from tasks.stages import promotion_gate
 from tasks.stages.promotion_gate import compute_attempt_level, decide_promotion
@@ -209,3 +209,98 @@ def test_an_unknown_success_decides_nothing():
         promoted, reason, numbers = decide_promotion(new, champion, by_reward, 1, 0)
         assert promoted, reason
         assert not [name for name in numbers if "success" in name]
+
+
+def build_mixture(**outcomes):
+    """Make an evaluation of several environments: label -> success of each episode."""
+    rows = [
+        dataclasses.replace(trajectory, environment=label, level=f"{label}/l")
+        for label, successes in outcomes.items()
+        for trajectory in build_trajectories(successes)
+    ]
+    return summarize_trajectories(rows)
+
+
+def build_trajectories(successes):
+    return build_evaluation(successes).trajectories
+
+
+GUARD = PromotionSettings(max_environment_loss=0.05)
+
+
+def test_a_gain_in_total_does_not_outweigh_an_environment_that_got_worse():
+    """60 of 100 new successes in `sums`, 20 of 100 lost in `grid`: +20 points in total, -20 in `grid`."""
+    old = build_mixture(sums=[0] * 100, grid=[1] * 100)
+    new = build_mixture(sums=[1] * 60 + [0] * 40, grid=[0] * 20 + [1] * 80)
+    assert decide_promotion(new, old, PromotionSettings(), 1, seed=0)[0]
+    promoted, reason, numbers = decide_promotion(new, old, GUARD, 1, seed=0)
+    assert not promoted and "grid -20.0 [" in reason and "sums" not in reason
+    assert numbers["gain"] == pytest.approx(0.2)
+    assert numbers["gain_by_environment/grid"] == pytest.approx(-0.2)
+    assert numbers["gain_by_environment/sums"] == pytest.approx(0.6)
+    # standard error sqrt(.2 * .8 / 100) = .04: about -.2 -+ .08
+    assert -0.29 < numbers["gain_low_by_environment/grid"] < -0.26
+    assert numbers["p_value_by_environment/grid"] > 0.5
+    assert numbers["p_value_by_environment/sums"] < 1e-6
+
+
+def test_environments_that_did_not_lose_are_promoted_and_the_number_of_them_is_not_corrected_for():
+    """120 episodes alike, and a margin of 5 points: p = 2.1% is below 2.5%, but not below a ninth of it."""
+    labels = [f"e{number}" for number in range(8)]
+    old = build_mixture(main=[0] * 100, **{label: [1] * 120 for label in labels})
+    new = build_mixture(main=[1] * 100, **{label: [1] * 120 for label in labels})
+    promoted, reason, numbers = decide_promotion(new, old, GUARD, 1, seed=0)
+    assert promoted and "each of 9 environments lost less than 0.05, tested at 0.025 each" in reason
+    assert 0.025 / 9 < numbers["p_value_by_environment/e7"] < 0.025
+    # 40 episodes alike can hide a loss of 5 points: at least 0.95^40 = 13%.
+    few = {label: [1] * 40 for label in labels}
+    promoted, reason, _ = decide_promotion(
+        build_mixture(main=[1] * 100, **few), build_mixture(main=[0] * 100, **few), GUARD, 1, seed=0
+    )
+    assert not promoted and "e0 +0.0 [+0.0, +0.0] on 40 episodes" in reason
+
+
+def test_an_environment_that_one_of_the_two_did_not_play_is_not_promoted():
+    old = build_mixture(sums=[0] * 100, grid=[1] * 100)
+    new = build_mixture(sums=[1] * 100, maze=[1] * 100)
+    promoted, reason, _ = decide_promotion(new, old, GUARD, 1, seed=0)
+    assert not promoted
+    assert "maze has no episode that both played" in reason and "grid was not evaluated" in reason
+    single = build_evaluation([0] * 100)
+    promoted, reason, _ = decide_promotion(
+        build_mixture(e=[1] * 100, grid=[1] * 100),
+        dataclasses.replace(
+            single, episodes=[dataclasses.replace(e, level="e/l") for e in single.episodes]
+        ),
+        GUARD,
+        1,
+        seed=0,
+    )
+    assert not promoted and "the champion was evaluated on other environments" in reason
+
+
+def test_an_earlier_attempt_lowers_the_level_of_every_environment():
+    old = build_mixture(sums=[0] * 100, grid=[1] * 120)
+    new = build_mixture(sums=[1] * 100, grid=[1] * 120)
+    # p = 2.1%: below alpha / 2 = 2.5%, above alpha / 6 = 0.83%.
+    assert decide_promotion(new, old, GUARD, 1, seed=0)[0]
+    promoted, reason, _ = decide_promotion(new, old, GUARD, 1, seed=0, attempt=2)
+    assert not promoted and "at 0.0083 each: grid" in reason
+
+
+def test_environments_are_compared_by_reward_where_the_gate_compares_rewards():
+    def rewarded(sums, grid):
+        rows = [
+            dataclasses.replace(t, environment=label, level=f"{label}/l", reward=reward)
+            for label, reward in (("sums", sums), ("grid", grid))
+            for t in build_trajectories([1] * 100)
+        ]
+        return summarize_trajectories(rows)
+
+    settings = PromotionSettings(metric="reward", max_environment_loss=0.05, min_discordant=0)
+    promoted, reason, numbers = decide_promotion(
+        rewarded(3.0, 0.8), rewarded(1.0, 1.0), settings, 1, seed=0
+    )
+    assert not promoted and "grid -0.200" in reason
+    assert numbers["gain_by_environment/sums"] == pytest.approx(2.0)
+    assert decide_promotion(rewarded(3.0, 1.1), rewarded(1.0, 1.0), settings, 1, seed=0)[0]
