@@ -38,6 +38,7 @@ SHIPPED_ENVIRONMENTS = {
     "prompts": "rl_core.environments.prompts:Prompts",
     "verifiers": "rl_core.environments.verifiers_tasks:Verifiers",
     "agent": "rl_core.environments.agent:Agent",
+    "openenv": "rl_core.environments.openenv_tasks:OpenEnv",
 }
 
 
