@@ -27,7 +27,7 @@ from rl_core.environments.agent_process import resolve_command
 from rl_core.environments.websocket_client import WebSocketClient, WebSocketError
 from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.json_client import RequestError, fetch_json, find_health_problem
-from rl_core.processes.children import spawn_server, stop_child
+from rl_core.processes.children import START_LINE, spawn_server, stop_child
 
 _POLL_S = 0.1
 _CAPACITY_POLL_S = 0.05  # between attempts at a server that has no place left
@@ -254,7 +254,8 @@ class OpenEnvServer:
         if self._log is None:
             return ""
         with contextlib.suppress(OSError):
-            text = self._log.read_text(errors="replace").strip()[-_LOG_CHARACTERS:]
+            text = self._log.read_text(errors="replace").rpartition(START_LINE)[2]
+            text = text.partition("\n")[2].strip()[-_LOG_CHARACTERS:]
             return f"; the end of its log: {text}" if text else ""
         return ""
 

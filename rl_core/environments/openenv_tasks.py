@@ -1,7 +1,7 @@
 """`openenv`: environments behind an OpenEnv server, which has Python and packages of its own.
 
     environment: {name: openenv, options: {url: "http://127.0.0.1:8000"}}
-    environment: {name: openenv, options: {command: ".venv-game/bin/python -m uvicorn game.server.app:app --port {port}"}}
+    environment: {name: openenv, options: {command: ".venv-game/bin/uvicorn game.server.app:app --port {port}"}}
 
     user    the observation of reset(seed)
     policy  an action: text, a call of a tool, or the fields of the action as a call

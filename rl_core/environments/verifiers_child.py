@@ -2,7 +2,7 @@
 
 One agent is the policy. The replies of the others come from the parent process, too, which asks a model or a function.
 Each request runs in a separate process, so no state of an earlier turn remains: an episode is always played from its
-start, with all agents' replies so far. Draws of the environment from `random` or numpy are seeded with the task's number.
+start, with all agents' replies so far. Its draws from `random` or numpy are seeded with the task's number.
 See `verifiers_tasks`.
 """
 

@@ -123,7 +123,7 @@ class WebSocketClient:
             for name, _, value in (line.partition(":") for line in headers)
         }
         digest = hashlib.sha1((key + _ACCEPT_SUFFIX).encode(), usedforsecurity=False).digest()
-        code = (status.split(" ") + ["", ""])[1]
+        code = status.partition(" ")[2][:3]
         if code != "101":
             raise WebSocketError(f"{self.url}: is no WebSocket; the server answered {status[:80]}")
         if values.get("sec-websocket-accept") != base64.b64encode(digest).decode():

@@ -24,6 +24,7 @@ from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.services import check_sink_installed
 from tasks.config.machine_checks import (
+    AGENT_ENVIRONMENTS,
     check_memory,
     find_unwritable_model,
     read_context_length,
@@ -377,17 +378,17 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     from rl_core.environments import list_environment_code, make_environment  # imports torch
 
     name, options = settings.environment.name, dict(settings.environment.options)
-    if name == "agent" and not import_code:  # all but its functions can be checked
+    if name in AGENT_ENVIRONMENTS and not import_code:  # all but its functions can be checked
         if {*list_environment_code(name, options)} - {options.pop("reward", None)}:
             return
     elif not import_code and list_environment_code(name, options):
         return
     path = options.get("path")
-    if name == "agent":
+    if name in AGENT_ENVIRONMENTS:
         tasks = options.get("tasks")
         if isinstance(tasks, str) and not Path(tasks).exists():
             return  # machine_checks reports it; the tasks define the levels
-    elif name == "prompts":
+    elif name in ("prompts", "nemo_gym"):
         if isinstance(path, str) and not Path(path).exists() and options.get("revision") is None:
             return  # machine_checks reports it; the rows define the levels
     elif isinstance(path, str) and not Path(path).is_file():
@@ -425,7 +426,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
 
 def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
     """Refuse what cannot be combined with episodes that the user's agent plays."""
-    if settings.environment.name != "agent":
+    if settings.environment.name not in AGENT_ENVIRONMENTS:
         return
     stages, about = settings.stages, ("environment", "name")
     if stages.thoughts is not None:

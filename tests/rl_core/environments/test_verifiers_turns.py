@@ -179,7 +179,7 @@ def test_another_agent_opens_and_answers(conversing: Environment) -> None:
 def test_an_agent_that_fails_fails_the_episode(conversing: Environment) -> None:
     episode = find_episode_with_answer(conversing, "")
     episode.reset()
-    with pytest.raises(EnvironmentFault, match="friend.py:speak': OSError: asleep"):
+    with pytest.raises(EnvironmentFault, match=r"friend\.py:speak': OSError: asleep"):
         episode.step("break")
     episode = find_episode_with_answer(conversing, "")
     episode.reset()
@@ -326,7 +326,7 @@ def test_the_package_simulates_a_user(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "customer.py").write_text(CUSTOMER)
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"taskset": "counting_tasks", "environment": "user-sim"}
-    with pytest.raises(SettingsError, match="the policy plays assistant; options.others"):
+    with pytest.raises(SettingsError, match=r"the policy plays assistant; options\.others"):
         make_environment("verifiers", options).seeds("train")
     others = {"user": f"{tmp_path / 'customer.py'}:speak"}
     environment = make_environment("verifiers", {**options, "others": others})
