@@ -138,6 +138,9 @@ class OpenEnvServer:
             except WebSocketError as error:
                 self.release(session)
                 raise EnvironmentFault(f"OpenEnv server: {error}{self._quote_log()}") from error
+            except BaseException:
+                self.release(session)
+                raise
             if client is not None:
                 return client
             self.release(session)

@@ -95,6 +95,8 @@ class VerifiersEpisode(Episode):
 
     def act(self, text: str) -> Step:
         """Return the environment's answer to a reply, or its scores. Raises: EnvironmentFault if it cannot continue."""
+        if not self._messages:  # another agent opens the conversation
+            self.reset()
         calls, misuse = list[ToolCall](), ""
         try:
             calls = self._environment.tools.parse_all(text, MAX_CALLS)

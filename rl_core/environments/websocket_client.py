@@ -98,6 +98,8 @@ class WebSocketClient:
             finally:
                 self._lock.release()
         with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
+        with contextlib.suppress(OSError):
             self._socket.close()
 
     def _shake_hands(self, host: str, target: str) -> None:

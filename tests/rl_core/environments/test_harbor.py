@@ -90,7 +90,9 @@ def test_a_trial_that_hangs_is_cancelled(app: FastAPI, url: str) -> None:
     failed: list = []
     play(build(url, "slow", timeout_s=0.6), build_policy(), failed=failed)
     assert "has not ended within 0.6 s of computing time" in failed[0].error
-    job = next(j for j in app.state.jobs.values() if j["config"]["tasks"][0]["path"] == "/tasks/slow")
+    job = next(
+        j for j in app.state.jobs.values() if j["config"]["tasks"][0]["path"] == "/tasks/slow"
+    )
     assert job["cancelled"]
 
 

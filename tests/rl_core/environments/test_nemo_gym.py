@@ -74,7 +74,9 @@ def test_a_task_with_tools_by_hand(app: FastAPI, url: str, tmp_path: Path) -> No
     one, two = (environment.episode(seeds[index], "all") for index in (0, 1))
     wanted = [int(episode.prompt.removeprefix("add ")) for episode in (one, two)]
     system, user = one.reset()
-    assert system["role"] == "system" and system["content"].startswith("Count.\n\nYou may call tools")
+    assert system["role"] == "system" and system["content"].startswith(
+        "Count.\n\nYou may call tools"
+    )
     assert user == {"role": "user", "content": f"add {wanted[0]}"}
     two.reset()
     two.step(CALL % ("increment_counter", '{"count": 100}'))  # in a session of its own
@@ -154,7 +156,7 @@ def test_addresses_that_are_none_of_its_servers(tmp_path: Path) -> None:
         ).episode(0, "all")
         with pytest.raises(EnvironmentFault, match="has neither /verify nor /step"):
             episode.reset()
-    with pytest.raises(EnvironmentFault, match="NeMo Gym: .*Connection"):
+    with pytest.raises(EnvironmentFault, match=r"NeMo Gym: .*Connection"):
         make_environment("nemo_gym", {"url": address, "path": path, "heldout": 0.3}).episode(
             0, "all"
         ).reset()

@@ -32,7 +32,9 @@ def test_a_game_alone_by_hand(fake: None) -> None:
     assert step.messages == [{"role": "user", "content": "The number is higher."}]
     assert (step.reward, step.terminated, step.success) == (0.0, False, None)
     step = episode.step("five")
-    assert step.messages[0]["content"].endswith("attempted an invalid move. Reason: no number in brackets.")
+    assert step.messages[0]["content"].endswith(
+        "attempted an invalid move. Reason: no number in brackets."
+    )
     step = episode.step("[4]")
     assert (step.reward, step.terminated, step.success, step.answer) == (1.0, True, True, "[4]")
     assert step.info == {"reason": "Congratulations!", "invalid_move": False}
@@ -157,7 +159,7 @@ def test_options_are_checked(fake: None, options: dict, part: str) -> None:
 
 
 def test_seats_that_do_not_exist(fake: None) -> None:
-    with pytest.raises(EnvironmentFault, match="options.seat: 2; the game has the players 0 to 1"):
+    with pytest.raises(EnvironmentFault, match=r"options\.seat: 2; the game has the players 0 to 1"):
         build("Nim-v0", seat=2).episode(0, "default").reset()
 
 
