@@ -139,19 +139,15 @@ def _choose_legal_move(
     examples = sorted(set(_LISTED_MOVE.findall(seen)) - {"[GAME]"})
     listed = sorted(set(listed[:MAX_TRIES]))
     rng.shuffle(listed)
-    state = random.getstate()
-    try:
-        for number in range(MAX_TRIES):
-            if number < len(listed):
-                move = listed[number]
-            elif examples:
-                move = _NUMBER.sub(lambda _: str(rng.randint(0, _MAX_NUMBER)), rng.choice(examples))
-            else:
-                break
-            if _is_legal(game, player, move):
-                return move
-    finally:
-        random.setstate(state)  # the games draw from it
+    for number in range(MAX_TRIES):
+        if number < len(listed):
+            move = listed[number]
+        elif examples:
+            move = _NUMBER.sub(lambda _: str(rng.randint(0, _MAX_NUMBER)), rng.choice(examples))
+        else:
+            break
+        if _is_legal(game, player, move):
+            return move
     raise ValueError(
         "the random opponent finds no legal move of this game; let a function or a model play: options.opponent"
     )

@@ -143,7 +143,12 @@ def test_an_agent_is_taken_once(fake: None) -> None:
 
 
 FRIEND = """
+openings = []
+
 def speak(messages, seed):
+    if messages[-1]["content"] == "hello":
+        openings.append(seed)
+        return f"opening {len(openings)} after {len(messages)}, seed {seed}"
     if messages[-1]["content"] == "break":
         raise OSError("asleep")
     return None if messages[-1]["content"] == "nothing" else f"{len(messages)} {messages[-1]['content']} {seed}"
@@ -163,8 +168,9 @@ def test_another_agent_opens_and_answers(conversing: Environment) -> None:
     episode = find_episode_with_answer(conversing, "")
     index = episode._index
     first = index * MAX_OTHER_REPLIES
-    # the friend has read its system message and hello, which are two messages
-    assert episode.reset() == [OPENING[0], {"role": "user", "content": f"2 hello {first}"}]
+    # the friend has read its system message and hello, and is asked once for all episodes of the task
+    opening = f"opening 1 after 2, seed {first}"
+    assert episode.reset() == [OPENING[0], {"role": "user", "content": opening}]
     twin = conversing.episode(episode.seed, "all")
     assert twin.reset() == episode.reset()
     step = episode.step("5")
