@@ -429,8 +429,11 @@ def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
     if settings.environment.name not in AGENT_ENVIRONMENTS:
         return
     stages, about = settings.stages, ("environment", "name")
+    label = f"environment '{settings.environment.name}'"
     if stages.thoughts is not None:
-        text = "is not supported with environment 'agent': its thoughts are those of the environment's own turns"
+        text = (
+            f"is not supported with {label}: its thoughts are those of the environment's own turns"
+        )
         yield _build_finding(("stages", "thoughts"), text, about)
     for name in stages.active:
         rollouts, key = (
@@ -441,20 +444,20 @@ def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
             continue
         if rollouts.workers == "server":
             text = (
-                "'server' is not supported with environment 'agent', whose calls are answered and recorded by the "
+                f"'server' is not supported with {label}, whose calls are answered and recorded by the "
                 "policy in the trainer's process; set workers: in_process or ray"
             )
             yield _build_finding((*key, "workers"), text, about)
         if rollouts.max_staleness:
             text = (
-                f"{rollouts.max_staleness} is not supported with environment 'agent', whose episodes alternate with "
+                f"{rollouts.max_staleness} is not supported with {label}, whose episodes alternate with "
                 "updates; set it to 0"
             )
             yield _build_finding((*key, "max_staleness"), text, about)
     for name in stages.active:
         sampling = getattr(getattr(stages, name), "sampling", None)
         if sampling is not None and sampling.repetition_penalty != 1:
-            text = "is not supported with environment 'agent'; set it to 1"
+            text = f"is not supported with {label}; set it to 1"
             yield _build_finding(("stages", name, "sampling", "repetition_penalty"), text, about)
 
 

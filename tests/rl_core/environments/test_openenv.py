@@ -185,6 +185,7 @@ def test_more_episodes_than_sessions_are_replayed(capacity: int) -> None:
             step = episode.step("none")
             assert read_texts(step.messages) == [("user", f"text: wrong\ntries: {number + 1}")]
             assert step.reward == -0.25
+    assert environment._server._max_sessions == capacity  # learned from the first refusal
     for episode in episodes:
         episode.close()
 

@@ -159,7 +159,9 @@ def test_options_are_checked(fake: None, options: dict, part: str) -> None:
 
 
 def test_seats_that_do_not_exist(fake: None) -> None:
-    with pytest.raises(EnvironmentFault, match=r"options\.seat: 2; the game has the players 0 to 1"):
+    with pytest.raises(
+        EnvironmentFault, match=r"options\.seat: 2; the game has the players 0 to 1"
+    ):
         build("Nim-v0", seat=2).episode(0, "default").reset()
 
 
