@@ -178,9 +178,7 @@ class Verifiers(Environment):
             memory_gib: memory of a subprocess and all its descendants.
             describe_tools: False omits the tools from the system message (with model.native_tools).
             agent: name of the agent that the policy plays; "" = the only one that the environment trains.
-            others: agent -> who plays it: {url, model, temperature (0), max_tokens (512), api_key (name of an
-                environment variable), timeout_s (60)} of an OpenAI-compatible server, or the import path of a function
-                of (messages, seed) that returns its text.
+            others: agent -> who plays it (`build_player`).
         Raises: SettingsError if the package is missing or an option is out of range.
         """
         super().__init__(data)
@@ -366,6 +364,9 @@ class Verifiers(Environment):
 def build_player(player: Any, key: str) -> Callable[[list[dict[str, str]], int], str]:
     """Build the function that plays another agent: (messages, seed) -> its text.
 
+    Args:
+        player: {url, model, temperature (0), max_tokens (512), api_key (name of an environment variable), timeout_s
+            (60)} of an OpenAI-compatible server, or the import path of a function of (messages, seed).
     Raises: SettingsError for anything but a server or the import path of a function.
     """
     if isinstance(player, str):
