@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import http.cookies
 import importlib.util
 import ipaddress
 import json
@@ -87,12 +88,20 @@ class ServerErrorResponse(RequestError):
 class JsonConnections:
     """Connections to one server. Thread-safe; redirects and proxies are not followed."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        stores_cookies: bool = False,
+    ) -> None:
         """Configure the connections; nothing is sent yet.
 
         Args:
             base_url: scheme, host and port.
+            stores_cookies: send back the cookies that the server sets, as servers with sessions expect.
         """
+        self._cookies = http.cookies.SimpleCookie() if stores_cookies else None
         self.base_url = base_url.rstrip("/")
         parts = urlsplit(self.base_url)
         self._connection_class = (
@@ -191,8 +200,15 @@ class JsonConnections:
         timeout_s: float,
     ) -> tuple[http.client.HTTPResponse, bytes]:
         deadline = time.monotonic() + timeout_s
-        connection.request(method, path, body, self._headers)
+        headers = self._headers
+        if self._cookies:
+            pairs = "; ".join(f"{name}={cookie.value}" for name, cookie in self._cookies.items())
+            headers = {**headers, "Cookie": pairs}
+        connection.request(method, path, body, headers)
         response = connection.getresponse()
+        if self._cookies is not None:
+            for text in response.headers.get_all("Set-Cookie", []):
+                self._cookies.load(text)
         data = _read_body(response, MAX_RESPONSE_BYTES, deadline)
         response.close()  # its end need not have been read, and the connection is to be used again
         return response, data

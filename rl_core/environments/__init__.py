@@ -39,6 +39,10 @@ SHIPPED_ENVIRONMENTS = {
     "verifiers": "rl_core.environments.verifiers_tasks:Verifiers",
     "agent": "rl_core.environments.agent:Agent",
     "mixture": "rl_core.environments.mixture:MixtureEnvironment",
+    "openenv": "rl_core.environments.openenv_tasks:OpenEnv",
+    "textarena": "rl_core.environments.textarena_tasks:TextArena",
+    "nemo_gym": "rl_core.environments.nemo_gym_tasks:NemoGym",
+    "harbor": "rl_core.environments.harbor_trials:Harbor",
 }
 
 

@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -259,18 +259,34 @@ def _report_invalid_output_once(record: logging.LogRecord) -> bool:
 
 
 def _create_client(server: _ServerOptions, stderr_fd: int) -> Any:
-    """Create the package's client of a server; the server's standard error goes to `stderr_fd`."""
+    """Create the package's client of a server; the server's standard error goes to `stderr_fd`.
+
+    Version 1 of the package, which OpenEnv and others need, has no `Client`, but the session within it.
+    """
     import mcp
 
     if server.url:
-        return mcp.Client(server.url)
+        return mcp.Client(server.url) if hasattr(mcp, "Client") else _open_session(server.url)
     parameters = mcp.StdioServerParameters(
         command=server.command[0],
         args=list(server.command[1:]),
         env=dict(server.env),
         cwd=server.cwd,
     )
-    return mcp.Client(mcp.stdio_client(parameters, errlog=os.fdopen(stderr_fd, "w", closefd=False)))
+    streams = mcp.stdio_client(parameters, errlog=os.fdopen(stderr_fd, "w", closefd=False))
+    return mcp.Client(streams) if hasattr(mcp, "Client") else _open_session(streams)
+
+
+@contextlib.asynccontextmanager
+async def _open_session(target: Any) -> AsyncIterator[Any]:
+    """Open a session of version 1 of the package, at a URL or over streams."""
+    import mcp
+    from mcp.client import streamable_http
+
+    streams = streamable_http.streamablehttp_client(target) if isinstance(target, str) else target
+    async with streams as (reading, writing, *_), mcp.ClientSession(reading, writing) as session:
+        await session.initialize()
+        yield session
 
 
 async def _create_future() -> asyncio.Future[None]:

@@ -25,11 +25,30 @@ MAX_REPLY = 64 * 2**20  # bytes
 _POLL_S = 0.02  # between checks whether a request's process has died
 
 
+def describe_error(error: BaseException) -> str:
+    """Describe an error by type and message; a group, or an error that a group caused, by the group's members."""
+    members = list_group_members(error)
+    if not members:
+        return f"{type(error).__name__}: {error}"[:2000]
+    texts = dict.fromkeys(f"{type(member).__name__}: {member}" for member in members)
+    return "; ".join(texts)[:2000]
+
+
+def list_group_members(error: BaseException) -> list[BaseException]:
+    """List the errors within a group (of an asyncio.TaskGroup), or within the group that caused an error; else []."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, BaseExceptionGroup):
+        cause = cause.__cause__
+    if cause is None:
+        return []
+    return [leaf for part in cause.exceptions for leaf in (list_group_members(part) or [part])]
+
+
 def _call_handler(handle: Any, request: Any) -> dict[str, Any]:
     try:
         return {"value": handle(request)}
     except (Exception, SystemExit) as error:
-        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+        return {"error": describe_error(error)}
 
 
 def _encode_reply(reply: dict[str, Any]) -> bytes:
@@ -112,7 +131,7 @@ def main(script: str, options: dict[str, Any]) -> None:
         names["start"](options["setup"])
         handle = names["handle"]
     except (Exception, SystemExit) as error:
-        send(_encode_reply({"error": f"{type(error).__name__}: {error}"[:2000]}))
+        send(_encode_reply({"error": describe_error(error)}))
         return
     send(_encode_reply({"value": {"missing": missing}}))
     for line in sys.stdin.buffer:

@@ -1,7 +1,8 @@
-"""Child process of `verifiers`: loads a task set and its environment, and plays episodes of one agent, the policy.
+"""Child process of `verifiers`: loads a task set and its environment, and plays episodes.
 
+One agent is the policy. The replies of the others come from the parent process, too, which asks a model or a function.
 Each request runs in a separate process, so no state of an earlier turn remains: an episode is always played from its
-start, with the replies so far. Draws of the environment from `random` or numpy are seeded with the task's number.
+start, with all agents' replies so far. Its draws from `random` or numpy are seeded with the task's number.
 See `verifiers_tasks`.
 """
 
@@ -24,6 +25,8 @@ from typing import Any
 _tasks: list[Any] = []
 _tasksets: list[Any] = []
 _environments: list[Any] = []  # a single one, which plays the tasks
+_policy_names: list[str] = []  # a single one: the agent that the policy plays
+_SETTLING_ROUNDS = 20  # of the event loop, for agents that are asked at the same time
 
 
 def start(setup: dict[str, Any]) -> None:
@@ -32,22 +35,22 @@ def start(setup: dict[str, Any]) -> None:
     _environments.append(
         _build_environment(setup["taskset"], setup["environment"], setup["environment_config"])
     )
+    _policy_names.append(_choose_policy_agent(setup["agent"], setup["others"]))
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """Answer one request: {"do": "rows"}, {"do": "tools"} or {"do": "play", "index", "replies"}.
+    """Answer one request: {"do": "rows"}, {"do": "tools"} or {"do": "play", "index", "replies", "others"}.
 
     A reply is {"text", "calls": [{"name", "arguments"}, ...], "misuse": why a call could not be read, or ""}; its calls
-    are
-    executed before the next reply. A play returns the messages so far, the policy's included, and `scores` at its end,
-    or
-    `failed`, the reason why the environment could not continue.
+    are executed before the next reply. `others` has the texts of the other agents' replies, by agent. A play returns
+    the messages of the policy so far, and `scores` at its end, or `failed`, the reason why the environment could not
+    continue, or `ask`: the agent whose reply is missing, with its messages.
     """
     if request["do"] == "rows":
         return [_build_row(index) for index in range(len(_tasks))]
     if request["do"] == "tools":
         return asyncio.run(_list_tool_schemas())
-    return _play_seeded(request["index"], request["replies"])
+    return _play_seeded(request["index"], request["replies"], request["others"])
 
 
 def _load_tasks(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
@@ -75,6 +78,10 @@ def _load_tasks(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
 def _import_from_toolsets_file(name: str) -> Any:
     """Import a name from the neighbouring file by path, since packages of the project are not imported here."""
     return runpy.run_path(str(Path(__file__).with_name("verifiers_toolsets.py")))[name]
+
+
+def _import_from_main_file(name: str) -> Any:
+    return runpy.run_path(str(Path(__file__).with_name("subprocess_main.py")))[name]
 
 
 def _import_attribute(path: str) -> Any:
@@ -125,12 +132,8 @@ def _build_environment(taskset: str, name: str, config: dict[str, Any]) -> Any:
     # Skips __init__, which would create the programs and containers of agents.
     environment = cls.__new__(cls)
     environment.config = generic.model_validate(config)
-    agents = _list_agent_configs(environment.config)
-    if len(agents) != 1:
-        raise ValueError(
-            f"its environment {cls.__name__} has the agents {', '.join(agents) or '(none)'}; only environments with "
-            "one agent, which the policy plays, are supported"
-        )
+    if not _list_agent_configs(environment.config):
+        raise ValueError(f"its environment {cls.__name__} has no agents")
     for hook in ("start", "stop"):
         if getattr(cls, hook) is not getattr(vf.Env, hook):
             raise ValueError(
@@ -146,10 +149,48 @@ def _list_agent_configs(config: Any) -> dict[str, Any]:
     return {name: value for name, value in config if isinstance(value, vf.AgentConfig)}
 
 
+def _choose_policy_agent(chosen: str, others: Sequence[str]) -> str:
+    """Choose the agent that the policy plays: the chosen one, else the only one that is to be trained.
+
+    Raises: ValueError if that is not clear, or if nobody plays one of the others.
+    """
+    environment = _environments[0]
+    name, names = type(environment).__name__, list(_list_agent_configs(environment.config))
+    seats = {agent: SimpleNamespace(name=agent, trainable=True) for agent in names}
+    asyncio.run(environment.setup(SimpleNamespace(**seats)))
+    trainable = [agent for agent in names if seats[agent].trainable and agent not in others]
+    if chosen and chosen not in names:
+        raise ValueError(
+            f"options.agent: its environment {name} has no agent '{chosen}'; {', '.join(names)}"
+        )
+    if not chosen and len(trainable) != 1:
+        raise ValueError(
+            f"its environment {name} has the agents {', '.join(names)}; options.agent names the one that the policy "
+            "plays, options.others who plays the others"
+        )
+    policy = chosen or trainable[0]
+    for agent in others:
+        if agent not in names or agent == policy:
+            problem = (
+                "is the policy's" if agent == policy else f"does not exist; {', '.join(names)}"
+            )
+            raise ValueError(f"options.others: the agent '{agent}' of {name} {problem}")
+    missing = [agent for agent in names if agent != policy and agent not in others]
+    if missing:
+        raise ValueError(
+            f"its environment {name} has the agents {', '.join(names)}, and the policy plays {policy}; options.others "
+            f"has to say who plays {', '.join(missing)}"
+        )
+    return policy
+
+
 def _build_row(index: int) -> dict[str, Any]:
-    """Build a row for the parent process: opening, kind and target of a task."""
+    """Build a row for the parent process: opening, kind and target of a task.
+
+    The opening is [] if it depends on the reply of another agent.
+    """
     data = _tasks[index].data
-    play = _play_seeded(index, [])
+    play = _play_seeded(index, [], {})
     if "failed" in play:
         raise ValueError(f"task {index}: {play['failed']}")
     if "scores" in play:
@@ -157,7 +198,7 @@ def _build_row(index: int) -> dict[str, Any]:
     answer = getattr(data, "answer", None)
     is_single_reply = type(_environments[0]).__name__ == "SingleAgentEnv"
     return {
-        "messages": play["messages"],
+        "messages": [] if "ask" in play else play["messages"],
         "kind": data.name or "",
         "target": answer if isinstance(answer, str) else "",
         "hidden": "" if is_single_reply else _serialize_task_content(data),
@@ -171,46 +212,62 @@ def _serialize_task_content(data: Any) -> str:
     return json.dumps(content, sort_keys=True, default=str)
 
 
-def _play_seeded(index: int, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _play_seeded(
+    index: int, replies: Sequence[dict[str, Any]], others: dict[str, list[str]]
+) -> dict[str, Any]:
     random.seed(index)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(index)
-    return asyncio.run(_play_episode(_tasks[index], replies))
+    return asyncio.run(_play_episode(_tasks[index], replies, others))
 
 
-async def _play_episode(task: Any, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+async def _play_episode(
+    task: Any, replies: Sequence[dict[str, Any]], others: dict[str, list[str]]
+) -> dict[str, Any]:
     """Play the episode until a reply is missing, or to its end."""
     environment = _environments[0]
-    ((name, config),) = _list_agent_configs(environment.config).items()
-    agent = _PolicyAgent(name, config, replies)
-    running = asyncio.ensure_future(_run_episode(environment, task, agent))
-    await asyncio.wait({running, agent.waiting_for_reply}, return_when=asyncio.FIRST_COMPLETED)
+    traces: list[Any] = []  # of finished exchanges
+    agents = {}
+    for name, config in _list_agent_configs(environment.config).items():
+        given = list(replies)
+        if name != _policy_names[0]:
+            given = [{"text": text, "calls": [], "misuse": ""} for text in others.get(name, ())]
+        agents[name] = _Seat(name, config, given, name == _policy_names[0], traces)
+    policy = agents[_policy_names[0]]
+    running = asyncio.ensure_future(_run_episode(environment, task, agents, traces))
+    waiting = {name: seat.waiting_for_reply for name, seat in agents.items()}
+    await asyncio.wait({running, *waiting.values()}, return_when=asyncio.FIRST_COMPLETED)
+    for _ in range(_SETTLING_ROUNDS):
+        await asyncio.sleep(0)
     if not running.done():
+        result = {"messages": policy.list_messages(), "failed_calls": policy.list_failed_calls()}
+        asked = [name for name, future in waiting.items() if future.done() and name != policy.name]
+        if asked:
+            result["ask"] = [asked[0], waiting[asked[0]].result()]
         running.cancel()
         with contextlib.suppress(BaseException):
             await running
-        messages = agent.exchange.list_messages()
-        return {"messages": messages, "failed_calls": agent.exchange.failed}
+        return result
     error = running.exception()
     if isinstance(error, _ScoringFailed):
         raise error.__cause__ or error
     if error is not None:
-        return {"messages": [], "failed": f"{type(error).__name__}: {error}"[:500]}
-    messages = agent.exchange.list_messages()
-    return {"messages": messages, "scores": _collect_scores(agent.exchange.trace)}
+        return {"messages": [], "failed": _import_from_main_file("describe_error")(error)[:500]}
+    return {"messages": policy.list_messages(), "scores": _collect_scores(policy.exchange.trace)}
 
 
-async def _run_episode(environment: Any, task: Any, agent: _PolicyAgent) -> None:
+async def _run_episode(
+    environment: Any, task: Any, agents: dict[str, _Seat], traces: list[Any]
+) -> None:
     import verifiers.v1 as vf
 
-    agents = SimpleNamespace(**{agent.name: agent})
-    await environment.setup(agents)
-    await environment.run(task, agents)
-    if agent.exchange is None:
+    seats = SimpleNamespace(**agents)
+    await environment.setup(seats)
+    await environment.run(task, seats)
+    if agents[_policy_names[0]].exchange is None:
         raise ValueError("its environment ended without asking the agent for a reply")
     if type(environment).finalize is not vf.Env.finalize:
-        trace = agent.exchange.trace
-        await environment.finalize(task, vf.Episode(task=trace.task, traces=[trace]))
+        await environment.finalize(task, vf.Episode(task=traces[0].task, traces=traces))
 
 
 def _collect_scores(trace: Any) -> dict[str, Any]:
@@ -225,8 +282,9 @@ def _collect_scores(trace: Any) -> dict[str, Any]:
 
 async def _list_tool_schemas() -> list[dict[str, Any]]:
     """List the schemas of the tools that the policy may call."""
-    ((name, config),) = _list_agent_configs(_environments[0].config).items()
-    exchange = _PolicyInteraction(_PolicyAgent(name, config, []), _tasks[0])
+    name = _policy_names[0]
+    config = _list_agent_configs(_environments[0].config)[name]
+    exchange = _Exchange(_Seat(name, config, [], True, []), _tasks[0])
     await exchange.open()
     return exchange.servers.list_schemas() if exchange.servers is not None else []
 
@@ -235,40 +293,64 @@ class _ScoringFailed(Exception):
     """The task's rewards raised, possibly because of the reply."""
 
 
-class _PolicyAgent:
-    """The policy as the package's `Agent`: `run(task)`, or `interaction(task)` turn by turn."""
+class _Seat:
+    """An agent as the package's `Agent`: `run(task)`, or `interaction(task)` turn by turn."""
 
-    def __init__(self, name: str, config: Any, replies: Sequence[dict[str, Any]]) -> None:
-        self.name, self.config, self.trainable = name, config, True
-        self.exchange: Any = None
-        self.waiting_for_reply: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._replies = list(replies)
+    def __init__(
+        self,
+        name: str,
+        config: Any,
+        replies: Sequence[dict[str, Any]],
+        is_policy: bool,
+        traces: list[Any],
+    ) -> None:
+        self.name, self.config, self.trainable, self.is_policy = name, config, True, is_policy
+        self.exchange: Any = None  # the newest one
+        # Its result is the messages that the missing reply answers.
+        self.waiting_for_reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._replies, self._traces = list(replies), traces
 
-    async def run(self, task: Any) -> Any:
+    async def run(self, task: Any, **options: Any) -> Any:
         if task.data.prompt is None:
             raise ValueError(
                 "it has no prompt, and its environment sends no message before the agent's reply"
             )
-        async with self.interaction(task) as exchange:
+        async with self.interaction(task, **options) as exchange:
             await exchange.turn()
         return exchange.trace
 
     @contextlib.asynccontextmanager
-    async def interaction(self, task: Any) -> AsyncIterator[_PolicyInteraction]:
-        if self.exchange is not None:
+    async def interaction(self, task: Any, **options: Any) -> AsyncIterator[_Exchange]:
+        if self.exchange is not None and self.is_policy:
             raise ValueError(
                 "its environment uses the agent twice in an episode, which is not supported"
             )
-        self.exchange = _PolicyInteraction(self, task)
+        for name in ("runtime", "collect_artifacts"):
+            if options.get(name):
+                raise ValueError(
+                    f"its environment runs an agent with {name}, which needs a container"
+                )
+        exchange = self.exchange = _Exchange(self, task)
         if _has_override(task, "setup"):
-            await _call_hook(task.setup, task, self.exchange.trace)
-        await self.exchange.open()
-        yield self.exchange
-        await self.exchange.close()
+            await _call_hook(task.setup, task, exchange.trace)
+        await exchange.open()
+        yield exchange
+        await exchange.close()
+        self._traces.append(exchange.trace)
 
-    async def take_reply(self) -> dict[str, Any]:
+    def provision(self, task: Any = None) -> Any:
+        raise ValueError("its environment asks for an agent's container, which is not supported")
+
+    def list_messages(self) -> list[dict[str, str]]:
+        return [] if self.exchange is None else self.exchange.list_messages()
+
+    def list_failed_calls(self) -> list[int]:
+        return [] if self.exchange is None else self.exchange.failed
+
+    async def take_reply(self, exchange: _Exchange) -> dict[str, Any]:
         if not self._replies:
-            self.waiting_for_reply.set_result(None)
+            if not self.waiting_for_reply.done():
+                self.waiting_for_reply.set_result(exchange.list_messages())
             await asyncio.Event().wait()  # forever: this process ends
         return self._replies.pop(0)
 
@@ -282,10 +364,10 @@ async def _call_hook(function: Any, task: Any, trace: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-class _PolicyInteraction:
-    """The package's `Interaction`: each turn is the environment's message and the policy's reply."""
+class _Exchange:
+    """The package's `Interaction`: each turn is the environment's message and the agent's reply."""
 
-    def __init__(self, agent: _PolicyAgent, task: Any) -> None:
+    def __init__(self, agent: _Seat, task: Any) -> None:
         import verifiers.v1 as vf
         from verifiers.v1.state import state_cls
 
@@ -298,6 +380,7 @@ class _PolicyInteraction:
         self.trace = vf.Trace(
             task=trace_task, agent=vf.AgentInfo(config=agent.config), state=state_cls(type(task))()
         )
+        self.trace.agent.name, self.trace.agent.trainable = agent.name, agent.trainable
         if task.data.system_prompt is not None:
             self._add_message(vf.SystemMessage(content=task.data.system_prompt))
         prompt = task.data.prompt
@@ -323,7 +406,7 @@ class _PolicyInteraction:
             )
         messages = []
         while True:
-            reply = await self._agent.take_reply()
+            reply = await self._agent.take_reply(self)
             messages.append(self._add_policy_message(reply["text"], reply["calls"]))
             if not reply["calls"] and not reply["misuse"]:
                 return vf.Segment(messages=messages)
@@ -336,6 +419,8 @@ class _PolicyInteraction:
         """Start the tools of the task and of its task set, if any."""
         task_servers, taskset = self._task.toolsets(self._task.config), _tasksets[0]
         servers = [*taskset.toolsets(taskset.config), *task_servers]
+        if servers and not self._agent.is_policy:
+            servers = []  # the other agents only talk
         if servers:
             self.servers = _import_from_toolsets_file("ToolServers")(servers, self.trace)
             await self.servers.open(self._task, task_servers)
@@ -402,6 +487,7 @@ class _PolicyInteraction:
             await self._task.score(self.trace)
         except Exception as error:
             raise _ScoringFailed from error
+        self.trace.is_completed = self.trace.ok = True
 
     def list_messages(self) -> list[dict[str, str]]:
         """List the messages so far."""
@@ -425,7 +511,11 @@ def _convert_message(message: Any) -> Any:
         return message
     import verifiers.v1 as vf
 
-    types = {"system": vf.SystemMessage, "user": vf.UserMessage}
+    types = {
+        "system": vf.SystemMessage,
+        "user": vf.UserMessage,
+        "assistant": vf.AssistantMessage,
+    }
     if message.get("role") not in types:
         raise ValueError(
             f"its environment sends a message as '{message.get('role')}', which is not supported"

@@ -24,6 +24,7 @@ from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.services import check_sink_installed
 from tasks.config.machine_checks import (
+    AGENT_ENVIRONMENTS,
     check_memory,
     find_unwritable_model,
     read_context_length,
@@ -385,7 +386,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     from rl_core.environments import list_environment_code, make_environment  # imports torch
 
     name, options = settings.environment.name, dict(settings.environment.options)
-    if name == "agent" and not import_code:  # all but its functions can be checked
+    if name in AGENT_ENVIRONMENTS and not import_code:  # all but its functions can be checked
         if {*list_environment_code(name, options)} - {options.pop("reward", None)}:
             return
     elif not import_code and list_environment_code(name, options):
@@ -396,11 +397,11 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
         if mixed is None:
             return
         options = mixed
-    elif name == "agent":
+    elif name in AGENT_ENVIRONMENTS:
         tasks = options.get("tasks")
         if isinstance(tasks, str) and not Path(tasks).exists():
             return  # machine_checks reports it; the tasks define the levels
-    elif name == "prompts":
+    elif name in ("prompts", "nemo_gym"):
         if isinstance(path, str) and not Path(path).exists() and options.get("revision") is None:
             return  # machine_checks reports it; the rows define the levels
     elif isinstance(path, str) and not Path(path).is_file():
@@ -451,11 +452,14 @@ def _get_environment_key(settings: PipelineSettings) -> Key:
 
 def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
     """Refuse what cannot be combined with episodes that the user's agent plays."""
-    if settings.environment.name != "agent":
+    if settings.environment.name not in AGENT_ENVIRONMENTS:
         return
     stages, about = settings.stages, ("environment", "name")
+    label = f"environment '{settings.environment.name}'"
     if stages.thoughts is not None:
-        text = "is not supported with environment 'agent': its thoughts are those of the environment's own turns"
+        text = (
+            f"is not supported with {label}: its thoughts are those of the environment's own turns"
+        )
         yield _build_finding(("stages", "thoughts"), text, about)
     for name in stages.active:
         rollouts, key = (
@@ -466,20 +470,20 @@ def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
             continue
         if rollouts.workers == "server":
             text = (
-                "'server' is not supported with environment 'agent', whose calls are answered and recorded by the "
+                f"'server' is not supported with {label}, whose calls are answered and recorded by the "
                 "policy in the trainer's process; set workers: in_process or ray"
             )
             yield _build_finding((*key, "workers"), text, about)
         if rollouts.max_staleness:
             text = (
-                f"{rollouts.max_staleness} is not supported with environment 'agent', whose episodes alternate with "
+                f"{rollouts.max_staleness} is not supported with {label}, whose episodes alternate with "
                 "updates; set it to 0"
             )
             yield _build_finding((*key, "max_staleness"), text, about)
     for name in stages.active:
         sampling = getattr(getattr(stages, name), "sampling", None)
         if sampling is not None and sampling.repetition_penalty != 1:
-            text = "is not supported with environment 'agent'; set it to 1"
+            text = f"is not supported with {label}; set it to 1"
             yield _build_finding(("stages", name, "sampling", "repetition_penalty"), text, about)
 
 

@@ -34,6 +34,8 @@ from tasks import stage_registry
 from tasks.config.problems import ConfigProblem, Key, join_key
 from tasks.config.settings import PipelineSettings
 
+AGENT_ENVIRONMENTS = ("agent", "harbor")  # an agent asks the policy
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _REGISTERED_REFERENCE = re.compile(r"models:/[^/@]+(@[\w.-]+|/[\w.-]+)")
 
@@ -200,11 +202,12 @@ def _find_environment_files(
     options = environment.options
     accepts_folder = environment.name == "prompts"
     names = ("path", "heldout") if accepts_folder else ("path",)
-    for name in ("tasks", "heldout") if environment.name == "agent" else names:
+    is_agent = environment.name in AGENT_ENVIRONMENTS
+    for name in ("tasks", "heldout") if is_agent else names:
         path = options.get(name)
         if not isinstance(path, str) or (accepts_folder and options.get("revision") is not None):
             continue
-        if environment.name == "agent" and is_import_path(path):
+        if is_agent and is_import_path(path):
             continue
         key = (*block, "options", name)
         advice = _DOWNLOAD_HINTS.get(environment.name, "")

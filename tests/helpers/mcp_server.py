@@ -5,7 +5,10 @@ import sys
 import time
 from pathlib import Path
 
-from mcp.server.mcpserver import MCPServer
+try:
+    from mcp.server.mcpserver import MCPServer
+except ImportError:  # version 1 of the package
+    from mcp.server.fastmcp import FastMCP as MCPServer
 
 server = MCPServer("counting")
 count = 0
@@ -42,7 +45,10 @@ if __name__ == "__main__":
     if os.environ.get("STARTED"):
         with Path(os.environ["STARTED"]).open("a") as file:
             file.write(f"{os.getpid()}\n")
-    if sys.argv[1:2] == ["http"]:
+    if sys.argv[1:2] == ["http"] and MCPServer.__name__ == "FastMCP":
+        server.settings.port = int(sys.argv[2])
+        server.run("streamable-http")
+    elif sys.argv[1:2] == ["http"]:
         server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[2]))
     else:
         server.run("stdio")

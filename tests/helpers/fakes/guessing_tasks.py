@@ -1,5 +1,6 @@
 """Task sets of several turns for the fake package, with their environment: guess a number below ten."""
 
+import asyncio
 import os
 import random
 from types import SimpleNamespace
@@ -11,6 +12,10 @@ __all__ = ["Guessing", "GuessingEnv"]
 
 class State:
     guesses = 0
+
+
+async def explode():
+    raise ArithmeticError("a judge divides by zero")
 
 
 class Guesser(vf.Task):
@@ -31,6 +36,9 @@ class Guesser(vf.Task):
     async def right(self, trace):
         if trace.last_reply == "bad reward":
             raise RuntimeError("boom")
+        if trace.last_reply == "bad group":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(explode())
         return float(trace.last_reply == self.data.answer)
 
 
@@ -107,6 +115,56 @@ class Two(vf.EnvConfig):
 
 class Meeting(GuessingEnv):
     config_class = Two
+
+    async def setup(self, agents):
+        pass
+
+
+class Pair(vf.EnvConfig):
+    player = vf.AgentConfig(max_turns=4)
+    friend = vf.AgentConfig(max_turns=2)
+
+
+class Conversing(vf.Env):
+    """A friend opens the conversation and answers twice; the player is scored. As `user-sim` of the package."""
+
+    config_class = Pair
+
+    async def setup(self, agents):
+        agents.friend.trainable = False
+
+    async def run(self, task, agents):
+        friend_task = vf.Task(SimpleNamespace(prompt=None, system_prompt="open", idx=0, id=0))
+        friend_task.config = None
+        own = type(task)(SimpleNamespace(**{**vars(task.data), "prompt": None}))
+        async with (
+            agents.friend.interaction(friend_task) as friend,
+            agents.player.interaction(own) as player,
+        ):
+            said = await friend.turn("hello")
+            while not said.terminated:
+                answer = await player.turn(said.last_reply)
+                if answer.terminated:
+                    break
+                said = await friend.turn(answer.last_reply)
+
+    async def finalize(self, task, episode):
+        names = [trace.agent.name for trace in episode.traces]
+        by_name = dict(zip(names, episode.traces, strict=True))
+        assert not by_name["friend"].agent.trainable and by_name["friend"].ok
+        by_name["player"].metrics["friend_turns"] = float(by_name["friend"].num_turns)
+
+
+class Grouped(GuessingEnv):
+    """Fails within a task group, whose message hides the reason."""
+
+    async def run(self, task, agents):
+        async def fail(text):
+            await agents.player.run(task)
+            raise LookupError(text)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail("no such card"))
 
 
 class Served(GuessingEnv):

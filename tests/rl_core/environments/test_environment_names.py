@@ -63,7 +63,8 @@ def test_shipped_names():
     assert make_environment("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
     builtin = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k", "prompts", "instructions"}
     builtin.add("agent")
-    assert set(SHIPPED_ENVIRONMENTS) == builtin | {"gymnasium", "reasoning_gym", "verifiers"}
+    hubs = {"gymnasium", "reasoning_gym", "verifiers", "textarena", "openenv", "nemo_gym", "harbor"}
+    assert set(SHIPPED_ENVIRONMENTS) == builtin | hubs
 
 
 def test_custom_environment_by_import_path():
@@ -119,6 +120,7 @@ def test_mistakes_are_named(name, options, part):
         ("gymnasium", {"id": "FrozenLake-v1"}, "gymnasium"),
         ("reasoning_gym", {"tasks": ["lcm"]}, "reasoning-gym"),
         ("verifiers", {"taskset": "x"}, "verifiers"),
+        ("textarena", {"game": "TicTacToe-v0"}, "textarena"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, name, options, extra):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from helpers.adapters import stand_in
 
-from rl_core.environments import make_environment
+from rl_core.environments import Environment, make_environment
+from rl_core.environments.verifiers_tasks import MAX_OTHER_REPLIES
 from rl_core.errors import EnvironmentFault, SettingsError
 
 fake = stand_in("verifiers")
@@ -27,7 +31,7 @@ def guessing(**options):
 def find_episode_with_answer(environment, wanted):
     """Return an episode with that answer."""
     episodes = (environment.episode(seed, "all") for seed in environment.seeds("train"))
-    return next(episode for episode in episodes if episode.target == wanted)
+    return next(episode for episode in episodes if wanted in ("", episode.target))
 
 
 def test_a_game_by_hand(fake: None) -> None:
@@ -107,7 +111,15 @@ def test_faults_of_the_environment_are_no_zeros_and_those_of_a_reward_are(fake: 
     [
         (
             {"environment": "guessing_tasks:Meeting"},
-            "Meeting has the agents one, two; only environments with one",
+            "Meeting has the agents one, two; options.agent names the one that the policy plays",
+        ),
+        (
+            {"environment": "guessing_tasks:Meeting", "agent": "three"},
+            "Meeting has no agent 'three'; one, two",
+        ),
+        (
+            {"environment": "guessing_tasks:Meeting", "agent": "one"},
+            "the policy plays one; options.others has to say who plays two",
         ),
         ({"environment": "guessing_tasks:Served"}, "Served has a start()"),
         ({"environment": "guessing_tasks:Silent"}, "ended without asking the agent"),
@@ -128,6 +140,131 @@ def test_an_agent_is_taken_once(fake: None) -> None:
     episode = find_episode_with_answer(guessing(environment="guessing_tasks:Repeated"), "4")
     with pytest.raises(EnvironmentFault, match="uses the agent twice in an episode"):
         episode.step("4")
+
+
+FRIEND = """
+openings = []
+
+def speak(messages, seed):
+    if messages[-1]["content"] == "hello":
+        openings.append(seed)
+        return f"opening {len(openings)} after {len(messages)}, seed {seed}"
+    if messages[-1]["content"] == "break":
+        raise OSError("asleep")
+    return None if messages[-1]["content"] == "nothing" else f"{len(messages)} {messages[-1]['content']} {seed}"
+"""
+
+
+@pytest.fixture
+def conversing(tmp_path: Path, fake: None) -> Environment:
+    """Return an environment of two agents: a function plays the friend, who opens the conversation."""
+    path = tmp_path / "friend.py"
+    path.write_text(FRIEND)
+    others = {"friend": f"{path}:speak"}
+    return guessing(environment="guessing_tasks:Conversing", others=others)
+
+
+def test_another_agent_opens_and_answers(conversing: Environment) -> None:
+    episode = find_episode_with_answer(conversing, "")
+    index = episode._index
+    first = index * MAX_OTHER_REPLIES
+    # the friend has read its system message and hello, and is asked once for all episodes of the task
+    opening = f"opening 1 after 2, seed {first}"
+    assert episode.reset() == [OPENING[0], {"role": "user", "content": opening}]
+    twin = conversing.episode(episode.seed, "all")
+    assert twin.reset() == episode.reset()
+    step = episode.step("5")
+    assert step.messages == [{"role": "user", "content": f"4 5 {first + 1}"}]
+    assert twin.step("6").messages == [{"role": "user", "content": f"4 6 {first + 1}"}]
+    # The friend's limit of two turns ends the conversation; the player's last reply is scored.
+    step = episode.step(str(index % 10))
+    assert (step.reward, step.terminated, step.success) == (1.0, True, True)
+    assert step.info["metrics"]["friend_turns"] == 2.0
+
+
+def test_an_agent_that_fails_fails_the_episode(conversing: Environment) -> None:
+    episode = find_episode_with_answer(conversing, "")
+    episode.reset()
+    with pytest.raises(EnvironmentFault, match=r"friend\.py:speak': OSError: asleep"):
+        episode.step("break")
+    episode = find_episode_with_answer(conversing, "")
+    episode.reset()
+    with pytest.raises(EnvironmentFault, match="returned None, not a text"):
+        episode.step("nothing")
+
+
+class ChatServer(BaseHTTPRequestHandler):
+    """Answers with the number of messages; records what it was sent."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append((self.path, self.headers["Authorization"], body))
+        answer = {"choices": [{"message": {"content": f"{len(body['messages'])} messages"}}]}
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_model_behind_a_url_plays_the_other_agent(
+    fake: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FRIEND_KEY", "secret")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ChatServer)
+    server.requests = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    player = {
+        "url": f"http://127.0.0.1:{server.server_port}/v1",
+        "model": "m",
+        "max_tokens": 7,
+        "api_key": "FRIEND_KEY",
+    }
+    try:
+        environment = guessing(
+            environment="guessing_tasks:Conversing", agent="player", others={"friend": player}
+        )
+        episode = environment.episode(0, "all")
+        assert episode.reset()[-1]["content"] == "2 messages"
+        assert episode.step("5").messages[0]["content"] == "4 messages"
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [(path, key) for path, key, _ in server.requests] == [
+        ("/v1/chat/completions", "Bearer secret")
+    ] * 2
+    body = server.requests[1][2]
+    assert (body["model"], body["max_tokens"], body["temperature"]) == ("m", 7, 0.0)
+    assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("others", "part"),
+    [
+        ({"friend": {"url": "http://x"}}, "must be {url: ADDRESS, model: NAME}"),
+        ({"friend": {"url": "http://x", "model": "m", "temprature": 1}}, "did you mean"),
+        ({"friend": {"url": "http://x", "model": 3}}, "3 is not"),
+        ({"friend": 7}, "7 must be"),
+    ],
+)
+def test_players_are_checked(fake: None, others: dict, part: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        guessing(environment="guessing_tasks:Conversing", others=others)
+    assert part in str(caught.value) and "options.others.friend" in str(caught.value)
+
+
+def test_the_reason_within_a_task_group_is_given(fake: None) -> None:
+    with pytest.raises(EnvironmentFault, match=r"task \d+: LookupError: no such card"):
+        guessing(environment="guessing_tasks:Grouped").episode(0, "all").step("5")
+    step = find_episode_with_answer(guessing(), "4")
+    for _ in range(3):
+        step.step("5")
+    scored = step.step("bad group")
+    assert "ArithmeticError: a judge divides by zero" in scored.info["scoring"]
+    assert "TaskGroup" not in scored.info["scoring"]
 
 
 REAL = """
@@ -187,3 +324,30 @@ def test_with_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (step.reward, step.success, step.info["metrics"]) == (2.5, True, {"agents": 1.0})
     step = environment.episode(1, "all").step("stop")
     assert step.terminated and step.reward == 1.0
+
+
+def test_the_package_simulates_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "counting_tasks.py").write_text(REAL)
+    (tmp_path / "customer.py").write_text(CUSTOMER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"taskset": "counting_tasks", "environment": "user-sim"}
+    with pytest.raises(SettingsError, match=r"the policy plays assistant; options\.others"):
+        make_environment("verifiers", options).seeds("train")
+    others = {"user": f"{tmp_path / 'customer.py'}:speak"}
+    environment = make_environment("verifiers", {**options, "others": others})
+    episode = environment.episode(0, "all")
+    assert episode.reset() == [{"role": "user", "content": "hello, I ask for count"}]
+    assert episode.step("one").messages == [{"role": "user", "content": "and then?"}]
+    step = episode.step(episode.target)
+    assert (step.terminated, step.reward) == (True, 2.0)
+    assert step.info["metrics"] == {"user_turns": 3.0}
+
+
+# The scenario is in the system message of the simulated user; it answers twice, then ends the conversation.
+CUSTOMER = """
+def speak(messages, seed):
+    said = sum(message["role"] == "assistant" for message in messages)
+    scenario = "count" if "count" in messages[0]["content"] else "nothing"
+    return [f"hello, I ask for {scenario}", "and then?", "###DONE###"][said]
+"""

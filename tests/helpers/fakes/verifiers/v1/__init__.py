@@ -120,6 +120,9 @@ class Task:
             [self.right] if kind == "reward" else []
         )  # others are in `metrics` and `stops` of subclasses
 
+    async def right(self, trace):
+        return 0.0
+
     async def score(self, trace):
         trace.rewards["right"] = SimpleNamespace(score=await self.right(trace))
         trace.rewards["skipped"] = None
