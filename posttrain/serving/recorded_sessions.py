@@ -173,11 +173,10 @@ class RecordedSessions:
         self.counts["opened"] += 1
         return session
 
-    @property
-    def num_open(self) -> int:
-        """Number of open sessions."""
+    def list_open_sessions(self) -> list[RecordedSession]:
+        """List the open sessions, the oldest first."""
         self._end_late_sessions()
-        return len(self._open)
+        return list(self._open.values())
 
     def build_key(self, session_id: str) -> str:
         """Build the API key of a session; the same after a restart."""
@@ -210,6 +209,7 @@ class RecordedSessions:
         Raises: ServingHTTPError: 404 for a session that is not open, 409 for another score than the recorded one or a
             session without an answer; CheckpointError, after which the score may be posted again.
         """
+        self._end_late_sessions()
         session = self._open.get(session_id)
         if session is None:
             return await self._confirm_score(session_id, score)

@@ -1,6 +1,7 @@
 """Routes of recorded sessions (`posttrain serve --record`).
 
     POST   /v1/sessions                         {"task": "17", "seed": 0}: id, base_url and api_key of a session
+    GET    /v1/sessions                         open sessions, and counts since the start
     POST   /v1/sessions/ID/chat/completions     the agent's requests, with the session's key
     GET    /v1/sessions/ID/models
     POST   /v1/sessions/ID/score                {"reward": 1.0}: the episode is on the disk before the answer
@@ -103,6 +104,18 @@ async def _open_session(request: Request) -> Response:
         "api_key": sessions.build_key(session.id),
     }
     return JSONResponse(report, 201)
+
+
+async def _list_sessions(request: Request) -> Response:
+    find_chat_server(request).check_token(request)
+    sessions = _find_sessions(request)
+    report = {
+        "object": "list",
+        "data": [_describe_session(session) for session in sessions.list_open_sessions()],
+        "num_episodes": sessions.file.num_episodes,
+        "counts": dict(sessions.counts),
+    }
+    return JSONResponse(report)
 
 
 def _describe_session(session: RecordedSession) -> dict[str, Any]:
@@ -252,6 +265,7 @@ class _SessionStreamResponse(ChatStreamResponse):
 
 SESSION_ROUTES = [
     Route("/v1/sessions", _open_session, methods=["POST"]),
+    Route("/v1/sessions", _list_sessions, methods=["GET"]),
     Route("/v1/sessions/{id}", _report_session, methods=["GET"]),
     Route("/v1/sessions/{id}", _drop_session, methods=["DELETE"]),
     Route("/v1/sessions/{id}/score", _score_session, methods=["POST"]),

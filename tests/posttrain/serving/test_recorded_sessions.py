@@ -183,7 +183,9 @@ def test_limits_bound_sessions_tenants_and_time(tmp_path, model_folder):
         assert "max_tenant_sessions" in open_session(server, 429, tenant="a")["error"]["message"]
         third = open_session(server, tenant="b", seconds=0.3)
         assert "max_sessions" in open_session(server, 429, tenant="c")["error"]["message"]
-        wait_for(lambda: server.server.recorded.num_open == 2, "the end of the third session")
+        wait_for(
+            lambda: len(server.client.get("/v1/sessions").json()["data"]) == 2, "the third's end"
+        )
         ask(third, ["x"], status=404)
         score(server, third, status=404)
         server.client.delete(f"/v1/sessions/{first['id']}").raise_for_status()
@@ -199,8 +201,9 @@ def test_limits_bound_sessions_tenants_and_time(tmp_path, model_folder):
         body = server.client.get(f"/v1/sessions/{long['id']}").json()
         num_tokens = body["num_tokens"]
         assert body["num_answers"] == 2 and num_tokens <= 40
-        counts = server.server.recorded.counts
-        assert (counts["expired"], counts["dropped"], counts["scored"]) == (1, 1, 0)
+        report = server.client.get("/v1/sessions").json()
+        assert report["counts"] == {"opened": 5, "expired": 1, "dropped": 1}
+        assert report["num_episodes"] == 0 and len(report["data"]) == 3
 
 
 def test_bad_bodies_are_refused_by_name(recording, tmp_path, model_folder):
