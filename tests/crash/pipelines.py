@@ -70,7 +70,7 @@ task = json.loads(os.environ["TASK"])
 
 
 def ask(messages):
-    body = json.dumps({"model": "policy", "messages": messages}).encode()
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 8}).encode()
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
     request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
@@ -80,9 +80,9 @@ messages = [{"role": "user", "content": task["question"]}]
 messages += [ask(messages), {"role": "user", "content": "sure?"}]
 messages.append(ask(messages))
 open("said.json", "w").write(json.dumps(messages))
-print(json.dumps({"reward": len(messages[-1]["content"] or "") % 5 / 4}))
+print(json.dumps({"reward": sum(map(ord, messages[1]["content"] + messages[3]["content"])) % 5 / 4}))
 """
-_AGENT_SAMPLING = json.dumps({**SAMPLING, "max_completion_tokens": 40, "max_turns": 3})
+_AGENT_SAMPLING = json.dumps({**SAMPLING, "max_completion_tokens": 80, "max_turns": 3})
 _AGENT_OPTIONS = {
     "command": "python FOLDER/agent.py",
     "tasks": "FOLDER/tasks.jsonl",

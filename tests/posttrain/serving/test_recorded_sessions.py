@@ -185,7 +185,10 @@ def test_limits_bound_sessions_tenants_and_time(tmp_path, model_folder):
     with running_server(tmp_path, model_folder, record=True, **limits) as server:
         first = open_session(server, tenant="a")
         open_session(server, tenant="a")
-        assert "max_tenant_sessions" in open_session(server, status=429, tenant="a")["error"]["message"]
+        assert (
+            "max_tenant_sessions"
+            in open_session(server, status=429, tenant="a")["error"]["message"]
+        )
         third = open_session(server, tenant="b", seconds=0.3)
         assert "max_sessions" in open_session(server, status=429, tenant="c")["error"]["message"]
         wait_for(
