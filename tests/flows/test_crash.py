@@ -38,6 +38,14 @@ def test_a_run_killed_at_point_after_point_ends_with_the_same_bits(bench, step):
     assert killed == set(bench.order[KIND][::step]) and len(killed) >= 70 // step
 
 
+@pytest.mark.timeout(3600)
+@pytest.mark.slow
+def test_a_run_whose_episodes_an_agent_plays_ends_with_the_same_bits(bench):
+    bench.prepare_data(["agent"], times=1)
+    for trial in chains(bench, "agent", 4):
+        assert trial.failures == [], trial.name
+
+
 def list_points(*runs):
     return {name for name, point in FAULT_POINTS.items() if point.run in runs}
 
