@@ -112,7 +112,7 @@ def resolve_environment(
 
 def _build_agent(
     agent: AgentSource,
-    environment: Environment | None,
+    environment: EnvironmentSource | None,
     tasks: RowSource | None,
     heldout: RowSource | None,
     system: str,

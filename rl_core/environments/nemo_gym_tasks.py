@@ -351,7 +351,8 @@ def read_input_messages(parameters: Mapping[str, Any]) -> list[Message]:
         content = item.get("content")
         if isinstance(content, list):
             texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-            content = None if None in texts or len(texts) != len(content) else "".join(texts)
+            texts = [text for text in texts if isinstance(text, str)]
+            content = "".join(texts) if len(texts) == len(content) else None
         if not isinstance(content, str):
             raise DataError(
                 f"responses_create_params.input has content other than text: {item!r:.120}"
