@@ -176,7 +176,7 @@ class MixtureEnvironment(Environment):
 
     @property
     def level_weights(self) -> dict[str, float]:
-        """Weights of the levels of the environments that are trained on; those of an environment add up to its weight."""
+        """Weights of the levels that are trained on; those of an environment add up to its weight."""
         return {
             level: part.settings.weight * share
             for part in self.parts
