@@ -189,8 +189,7 @@ def policy_gradient(
 
     Args:
         model: folder, hub name, (model, tokenizer) pair, policy, ModelSettings or a dict of them (adapters, device).
-        environment: what the policy acts in; instead of `prompts`, which it answers in a single turn. Several are
-            learned together: a list, a mapping from labels, or an `rl_core.MixtureEnvironment` (training.md).
+        environment: one, or several (a list, or a mapping from labels: training.md); `prompts` need only one answer.
         agent: your agent, which plays `prompts` as its tasks: a function of (task, client) or a command (agents.md).
         prompts: a file of rows with a `prompt` (text or messages; JSONL, JSON array, Parquet, CSV) or a folder of them,
             or a list of rows or texts. All other columns reach the reward function by name.
@@ -222,10 +221,10 @@ def policy_gradient(
     check_prompt_lengths(environment, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
-    recent = _build_recent_rollouts(folder)
+    recent, reference = _build_recent_rollouts(folder), _load_reference(model, policy, settings)
     recipe = build_policy_gradient_recipe(
         policy,
-        _load_reference(model, policy, settings),
+        reference,
         environment,
         settings,
         seed,

@@ -188,8 +188,8 @@ class EpisodeFailureMonitor:
             total_failed, total_played = (sum(column) for column in zip(*counts, strict=True))
             allowed = self.max_share * max(total_played, MIN_EPISODES)
             if failures and self.max_share < 1 and total_failed > allowed:
-                episodes, own_hints = zip(*failures, strict=True)
-                raise self._build_error(episodes, played, own_hints, f" of '{name}'", counts)
+                episodes, part_hints = zip(*failures, strict=True)
+                raise self._build_error(episodes, played, part_hints, f" of '{name}'", counts)
 
     def _sum_recent_counts(self, failed: int, played: int) -> tuple[int, int]:
         recent_failed = sum(num_failed for num_failed, _ in self._recent_counts)

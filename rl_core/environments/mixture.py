@@ -2,7 +2,7 @@
 
 Each environment has a label, and its levels are `label/level`. A level belongs to one environment, so curricula, seeds,
 held-out episodes, checkpoints and reports treat a mixture as one environment with more levels; `find_part` returns
-the environment that plays a level, with its own tools, blocking, turn limit and rewards. Trajectories carry the label.
+the environment that plays a level, with its tools, blocking, turn limit and rewards. Trajectories carry the label.
 The episodes of an environment, and the random numbers that sample them, do not depend on the other environments.
 """
 
@@ -176,7 +176,7 @@ class MixtureEnvironment(Environment):
 
     @property
     def level_weights(self) -> dict[str, float]:
-        """Weights of the levels of the environments that are trained on; those of an environment add up to its own."""
+        """Weights of the levels that are trained on; those of an environment add up to its weight."""
         return {
             level: part.settings.weight * share
             for part in self.parts

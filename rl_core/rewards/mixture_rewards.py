@@ -129,14 +129,14 @@ class MixtureRewards(RewardOrchestrator):
         failed: list[FailedEpisode] = []
         try:
             for label, selected in self._group_by_environment(groups).items():
-                own = [rollout for group in selected for rollout in group.rollouts]
-                own_states = [state_of[id(rollout)] for rollout in own] if states else []
+                scored = [rollout for group in selected for rollout in group.rollouts]
+                part_states = [state_of[id(rollout)] for rollout in scored] if states else []
                 metrics = self.parts[label].score(
                     selected,
-                    embed=functools.partial(_return_states, own_states),
+                    embed=functools.partial(_return_states, part_states),
                     penalties=penalties,
                 )
-                parts.append((len(own), metrics))
+                parts.append((len(scored), metrics))
                 failed += self._collected[label].pending
         finally:
             for monitor in self._collected.values():
@@ -246,14 +246,14 @@ def build_rewards(
 
         def build_part(label: str, failures: EpisodeFailureMonitor) -> RewardOrchestrator:
             entry = settings[label]
-            own = dict(entry.rewards or weights)
+            used = dict(entry.rewards or weights)
             try:
                 return RewardOrchestrator(
-                    own,
-                    scorer=scorer if "learned" in own else None,
+                    used,
+                    scorer=scorer if "learned" in used else None,
                     options=merge_reward_options(base, entry.reward_options),
                     seed=seed,
-                    functions={n: f for n, f in (functions or {}).items() if n in own},
+                    functions={n: f for n, f in (functions or {}).items() if n in used},
                     failures=failures,
                 )
             except SettingsError as error:

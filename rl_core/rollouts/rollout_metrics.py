@@ -82,10 +82,10 @@ def _compute_environment_metrics(
     """Compute success, reward and share of the rollouts of each environment; only the share of one without rollouts."""
     metrics: dict[str, float] = {}
     for name in environments:
-        own = [rollout for rollout in rollouts if rollout.trajectory.environment == name]
-        trajectories = [rollout.trajectory for rollout in own]
-        metrics[f"train/rollout_share_by_environment/{name}"] = len(own) / len(rollouts)
-        rewards = [rollout.reward for rollout in own if not rollout.is_masked]
+        played = [rollout for rollout in rollouts if rollout.trajectory.environment == name]
+        trajectories = [rollout.trajectory for rollout in played]
+        metrics[f"train/rollout_share_by_environment/{name}"] = len(played) / len(rollouts)
+        rewards = [rollout.reward for rollout in played if not rollout.is_masked]
         if rewards:
             metrics[f"reward/mean_by_environment/{name}"] = _compute_mean(rewards)
         known = [t for t in trajectories if t.success is not None]

@@ -78,7 +78,7 @@ def decide_promotion(
     paired bootstrap interval of (challenger - champion) is above `min_gain`, and the exact test of the same hypothesis
     (`run_gain_test`, which says for which differences it is exact) has a p-value of at most the attempt's level. Both
     need `min_episodes`. With `max_environment_loss`, every environment of a mixture must meet the same two conditions
-    with minus that loss in place of `min_gain` (`_check_environments`).
+    with minus that loss instead of `min_gain` (`_check_environments`).
 
     Args:
         attempt: number of this model's attempts on these episodes, including this one.

@@ -177,8 +177,6 @@ class PolicyGradientTrainer(RolloutTrainer):
         # Metrics of the newest evaluation, for the curriculum's next observation.
         self._latest_evaluation: dict[str, float] = {}
         self._watched_names = list_watchable_names(settings, environment)
-        parts = environment.parts  # of a mixture
-        self._labels = tuple(part.name for part in parts) if len(parts) > 1 else ()
         self._tools = tuple(environment.tools.tools)
         self._visual_tools = environment.tools.list_visual_tools()
         check_watched_tools(settings, environment)
@@ -241,7 +239,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             with_success=self.environment.knows_success,
             tools=self._tools,
             visual_tools=self._visual_tools,
-            environments=self._labels,
+            environments=self._list_mixed_environments(),
         )
         rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)
@@ -276,6 +274,11 @@ class PolicyGradientTrainer(RolloutTrainer):
             rollback_settings = self.curriculum.rollback_monitor.settings[previous_stage]
             self._roll_back_stage(target_stage, rollback_settings)
         return metrics | self.curriculum.collect_metrics()
+
+    def _list_mixed_environments(self) -> list[str]:
+        """List the environments of a mixture; [] for any other environment."""
+        parts = self.environment.parts
+        return [part.name for part in parts] if len(parts) > 1 else []
 
     def evaluate(self) -> dict[str, float]:
         """Return the evaluator's metrics with the current weights."""
