@@ -49,10 +49,13 @@ EXCEPTIONS = {
     ): "of a program under test, in the sandbox",
     ("rl_core/environments/code_child.py", "tempfile.TemporaryFile"): "as above",
     (
-        "rl_core/environments/agent_process.py",
+        "rl_core/environments/openenv_sessions.py",
         "tempfile.mkdtemp",
+    ): "the log of a server, removed when it ends",
+    (
+        "rl_core/environments/agent_process.py",
+        "mkdir",
     ): "folders of an agent's episode, removed with it",
-    ("rl_core/environments/agent_process.py", "mkdir"): "as above",
     ("rl_core/environments/agent_process.py", "write_text"): "as above",
     ("rl_core/environments/agent_child.py", "write_text"): "as above",
     ("rl_core/environments/mcp_tools.py", "os.open"): "os.devnull",

@@ -350,9 +350,9 @@ def read_input_messages(parameters: Mapping[str, Any]) -> list[Message]:
             )
         content = item.get("content")
         if isinstance(content, list):
-            texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-            texts = [text for text in texts if isinstance(text, str)]
-            content = "".join(texts) if len(texts) == len(content) else None
+            texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+            is_text = all(isinstance(text, str) for text in texts)
+            content = "".join(map(str, texts)) if is_text else None
         if not isinstance(content, str):
             raise DataError(
                 f"responses_create_params.input has content other than text: {item!r:.120}"

@@ -36,10 +36,11 @@ def handle(request: dict[str, Any]) -> Any:
 
 def _make_game(level: str) -> Any:
     import textarena as ta
+    from textarena.envs.registration import ENV_REGISTRY
 
-    names = [name for name in ta.ENV_REGISTRY if not name.endswith(("-raw", "-train"))]
+    names = [name for name in ENV_REGISTRY if not name.endswith(("-raw", "-train"))]
     game = _settings["game"]
-    if f"{game}-raw" not in ta.ENV_REGISTRY:
+    if f"{game}-raw" not in ENV_REGISTRY:
         raise ValueError(f"there is no game '{game}' among {', '.join(sorted(names))}")
     return ta.make(f"{game}-raw", **_settings["levels"][level])
 

@@ -4,7 +4,6 @@ import os
 import random
 import re
 from enum import Enum, auto
-from types import SimpleNamespace
 
 
 class ObservationType(Enum):
@@ -151,16 +150,7 @@ class Riddle(Game):
         return self.state.step()
 
 
-ENV_REGISTRY = {
-    f"{name}{suffix}": SimpleNamespace(make=game)
-    for name, game in {
-        "GuessTheNumber-v0": GuessTheNumber,
-        "Nim-v0": Nim,
-        "Riddle-v0": Riddle,
-    }.items()
-    for suffix in ("", "-raw", "-train")
-}
-
-
 def make(env_id, **options):
+    from textarena.envs.registration import ENV_REGISTRY
+
     return ENV_REGISTRY[env_id].make(**options)

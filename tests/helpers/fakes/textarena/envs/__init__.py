@@ -1,0 +1,1 @@
+"""Registered games, as in the package."""
