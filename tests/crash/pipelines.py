@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "Kind", "command", "write_inputs"]
+__all__ = ["KINDS", "Kind", "command", "write_agent", "write_inputs"]
 
 SAMPLING = {"max_completion_tokens": 12, "max_turns": 1, "slots": 16}
 CONFIG, OUTPUT, FOLDER = "CONFIG", "OUTPUT", "FOLDER"  # stand for their paths in a command
@@ -137,9 +137,6 @@ def write_inputs(folder: Path) -> Path:
                 "rejected": f"answer {a + b + draw.randint(1, 5)}",
             }
         )
-    tasks = [_build_task(n, draw) for n in range(40)]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    (folder / "agent.py").write_text(AGENT)
     data = folder / "preferences.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     stages = {**STAGES, "prepare_data": {**STAGES["prepare_data"], "preferences": str(data)}}
@@ -156,6 +153,14 @@ def write_inputs(folder: Path) -> Path:
     path = folder / "small.yaml"
     path.write_text(json.dumps(config, indent=1))  # JSON is YAML
     return path
+
+
+def write_agent(folder: Path) -> None:
+    """Write the program and the tasks of the kind `agent`."""
+    draw = random.Random(1)
+    tasks = [_build_task(n, draw) for n in range(40)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "agent.py").write_text(AGENT)
 
 
 def _build_task(number: int, draw: random.Random) -> dict[str, Any]:
