@@ -462,10 +462,8 @@ def _check_agent(settings: PipelineSettings) -> Iterator[_Finding]:
         )
         yield _build_finding(("stages", "thoughts"), text, about)
     for name in stages.active:
-        rollouts, key = (
-            getattr(getattr(stages, name), "rollouts", None),
-            ("stages", name, "rollouts"),
-        )
+        rollouts = getattr(getattr(stages, name), "rollouts", None)
+        key = ("stages", name, "rollouts")
         if rollouts is None:
             continue
         if rollouts.workers == "server":

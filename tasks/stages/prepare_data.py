@@ -298,7 +298,8 @@ def _load_demonstrations(
             raise DataError(
                 f"environment '{environment.find_part(level).name}' has no demonstrator and "
                 "stages.prepare_data.demonstrations names no file, so there is nothing for stages.sft to learn from"
-                + _suggest_levels(environment)
+                + "; name the environments that have one in stages.prepare_data.levels"
+                * (len(environment.parts) > 1)
             )
         schema = environment.find_part(level).tools.schema()
         # As in rollouts of this environment.
@@ -310,10 +311,8 @@ def _load_demonstrations(
             "seed": seed,
             **tools,
         }
-        if environment.held_out(level).by == "content":
-            row["question"] = environment.question(seed, level)
-        else:
-            row["question"] = f"{level} {seed}"
+        by_content = environment.held_out(level).by == "content"
+        row["question"] = environment.question(seed, level) if by_content else f"{level} {seed}"
         table.rows.append(row)
         table.row_locations.append((table.source, len(table.rows)))
         num_shown[level] += 1
@@ -374,12 +373,6 @@ def _mark_by_seed(table: LocatedRows) -> LocatedRows:
                 index, {**row, "question": f"{row.get('level', '')} {row['seed']}"}
             )
     return table
-
-
-def _suggest_levels(environment: Environment) -> str:
-    if len(environment.parts) == 1:
-        return ""
-    return "; name the environments that have one in stages.prepare_data.levels"
 
 
 def _iter_training_seeds(
@@ -598,12 +591,13 @@ def _describe_data(summary: Mapping[str, Any]) -> str:
             parts.append(
                 f"{summary[name]['num_train_rows']} {name}, {summary[name]['num_heldout_rows']} held out"
             )
-        if summary.get(f"{name}_repeats_left_out"):
-            parts.append(f"{summary[f'{name}_repeats_left_out']} repeated {name} left out")
-        if summary.get(f"{name}_too_long"):
-            parts.append(f"{summary[f'{name}_too_long']} {name} too long and left out")
-        if summary.get(f"{name}_cut"):
-            parts.append(f"{summary[f'{name}_cut']} {name} cut at max_tokens or the context")
+        for key, text in (
+            ("repeats_left_out", f"repeated {name} left out"),
+            ("too_long", f"{name} too long and left out"),
+            ("cut", f"{name} cut at max_tokens or the context"),
+        ):
+            if count := summary.get(f"{name}_{key}"):
+                parts.append(f"{count} {text}")
     if "parameters" in summary:
         parts.append(f"model of {summary['parameters'] / 1e6:.2f}M parameters")
     return "; ".join(parts) or "nothing to prepare"
