@@ -205,6 +205,9 @@ def test_held_out_episodes_have_equal_shares_by_environment():
         mix(b=Echo(), a=Echo(), t=Talk()), dataclasses.replace(settings, episodes=9), 0
     )
     assert requests == more
+    drawn = draw_heldout_requests(mixture, EvaluationSettings(episodes=9), 0)
+    # 9 = 5 + 4 by environment, 5 = 3 + 2 by level; by level alone it would be 3 each.
+    assert Counter(r.level for r in drawn) == {"a/low": 3, "a/high": 2, "t/long": 4}
     with pytest.raises(rl_core.SettingsError, match="each environment needs its share"):
         draw_heldout_requests(mixture, EvaluationSettings(episodes=2), 0)
     validation = draw_validation_requests(mixture, 4, ["t", "t/long", "a/low"], 0, requests)
