@@ -531,13 +531,9 @@ def _extract_demonstration_prompt(row: Row) -> str:
     return splits.extract_opening_text(row["messages"])
 
 
-def _extract_preference_prompt(row: Row) -> str:
-    return splits.extract_prompt_text(row["prompt"])
-
-
 _PROMPT_EXTRACTORS: dict[RowKind, Callable[[Row], str]] = {
     "demonstrations": _extract_demonstration_prompt,
-    "preferences": _extract_preference_prompt,
+    "preferences": lambda row: splits.extract_prompt_text(row["prompt"]),
 }
 
 
