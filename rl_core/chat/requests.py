@@ -106,6 +106,7 @@ def drop_ineffective_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Parse the body of a chat request; parameters that are not named in `ChatRequest` are ignored.
 
+    A `tool_choice` that demands a call is treated as auto: the policy decides, and learns from what follows.
     Raises: ChatRequestError that names the field.
     """
     try:
@@ -116,10 +117,9 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         raise ChatRequestError("the body must be a JSON object")
     fields = _Fields(drop_ineffective_parameters(parameters))
     tool_choice = fields.values.get("tool_choice")
-    if tool_choice not in (None, "auto", "none"):
+    if tool_choice not in (None, "auto", "none", "required") and not isinstance(tool_choice, dict):
         raise ChatRequestError(
-            "tool_choice: must be auto or none: the policy decides whether it calls a tool",
-            param="tool_choice",
+            "tool_choice: must be auto, none, required or a function", param="tool_choice"
         )
     tools = [_parse_tool(tool) for tool in fields.read_list("tools", MAX_TOOLS)]
     stream_options = fields.values.get("stream_options")

@@ -37,7 +37,7 @@ from rl_core.environments.environment import (
     compute_content_digest,
     is_heldout,
 )
-from rl_core.environments.prompts import list_row_levels
+from rl_core.environments.prompts import find_split_row, list_row_levels
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, RewardError, SettingsError, suggest_name
 from rl_core.json_client import fetch_json
@@ -74,12 +74,11 @@ class AgentCall:
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """What an agent left behind."""
+    """Outcome of an agent: its exit code, folder, output and score."""
 
     exit_code: int | None = None  # None = a Python function, or killed after the policy's limits
-    folder: Path | None = (
-        None  # its working folder, until the reward is known; None = a Python function
-    )
+    # its working folder, until the reward is known; None = a Python function
+    folder: Path | None = None
     stdout: str = ""
     stderr: str = ""
     score: Any = None  # that it posted to /v1/reward, else printed as {"reward": ...}
@@ -98,7 +97,7 @@ class AgentScore:
 
 @dataclass(frozen=True, slots=True)
 class AgentEndpoint:
-    """Where one episode's requests go, and how to watch it."""
+    """Address and key of one episode's requests, and functions that watch the episode."""
 
     base_url: str
     api_key: str
@@ -366,12 +365,7 @@ class Agent(Environment):
         return self._read_score(value, "the agent")
 
     def _find_task(self, seed: int) -> Mapping[str, Any]:
-        split, index = (
-            ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
-        )
-        if not 0 <= index < len(self._tasks[split]):
-            raise SettingsError(f"seed {seed}: there are {len(self._tasks[split])} {split} tasks")
-        return self._tasks[split][index]
+        return find_split_row(self._tasks, seed, "tasks")
 
     def _run_command(
         self,

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,11 @@ from rl_core.errors import SettingsError
 from rl_core.json_client import LOOPBACK_HOSTS
 from rl_core.processes.children import kill_group, signal_group, start_child, wait_or_kill
 from rl_core.storage.atomic_files import open_log_file
+from rl_core.storage.session_resources import (
+    AGENT_PREFIX,
+    SessionFolder,
+    remove_stale_session_folders,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +99,10 @@ class AgentFolder:
     """The folders of one episode: `work` for the agent; outside it, its outputs and scratch space."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
-        """Create the folders, and task.json in the agent's."""
-        self._root = Path(tempfile.mkdtemp(prefix="posttrain-agent-"))
+        """Create the folders, and task.json in the agent's; those of killed runs are removed first."""
+        _remove_stale_folders()
+        self._session = SessionFolder(AGENT_PREFIX)
+        self._root = self._session.path
         self.work, self.scratch = self._root / "work", self._root / "scratch"
         self.report = self._root / "sandbox.json"
         self.stdout, self.stderr = self._root / "stdout", self._root / "stderr"
@@ -121,7 +127,13 @@ class AgentFolder:
 
     def remove(self) -> None:
         """Remove everything."""
-        shutil.rmtree(self._root, ignore_errors=True)
+        self._session.close()
+
+
+@functools.cache
+def _remove_stale_folders() -> None:
+    """Remove the folders of killed runs, once in a process."""
+    remove_stale_session_folders(AGENT_PREFIX)
 
 
 class AgentLimitExceeded(Exception):

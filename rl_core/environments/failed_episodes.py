@@ -31,6 +31,7 @@ class FailedEpisode:
     error: str  # type and text of the exception
     trace: str = ""  # traceback without addresses
     iteration: int | None = None  # of the training; None = an evaluation
+    agent_seed: int | None = None  # of the random numbers of an agent, if one played the episode
 
     @property
     def episode_label(self) -> str:

@@ -274,12 +274,7 @@ class Prompts(Environment):
         return [(levels[seed], seed) for seed in self.seeds("heldout")]
 
     def _find_row(self, seed: int) -> Mapping[str, Any]:
-        split, index = (
-            ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
-        )
-        if not 0 <= index < len(self._rows[split]):
-            raise SettingsError(f"seed {seed}: there are {len(self._rows[split])} {split} rows")
-        return self._rows[split][index]
+        return find_split_row(self._rows, seed, "rows")
 
     def _split_rows(
         self,
@@ -523,6 +518,17 @@ def _build_toolset(sources: str | list[Any] | None, mcp: dict[str, Any] | None) 
 
         return McpToolset(mcp, tools)
     return Toolset(tools)
+
+
+def find_split_row(
+    splits: Mapping[str, Sequence[Mapping[str, Any]]], seed: int, noun: str
+) -> Mapping[str, Any]:
+    """Return the row of a seed; held-out rows count from HELDOUT_START. Raises: SettingsError if there is none."""
+    is_heldout = seed >= HELDOUT_START
+    split, index = ("heldout", seed - HELDOUT_START) if is_heldout else ("train", seed)
+    if not 0 <= index < len(splits[split]):
+        raise SettingsError(f"seed {seed}: there are {len(splits[split])} {split} {noun}")
+    return splits[split][index]
 
 
 def list_row_levels(levels: Sequence[Any], column: str) -> tuple[str, ...]:

@@ -26,7 +26,12 @@ from rl_core.inference.serving_requests import (
 )
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.rollouts.agent_recorder import AgentSession
-from rl_core.rollouts.agent_server import AgentServer, CallGate, deliver_events
+from rl_core.rollouts.agent_server import (
+    AgentServer,
+    CallGate,
+    deliver_events,
+    require_call,
+)
 from rl_core.settings import SamplingSettings
 from rl_core.types import Rollout, StopReason
 
@@ -207,7 +212,7 @@ class _Players:
         endpoint = AgentEndpoint(
             url,
             key,
-            turn.sampling_seed % 2**31,
+            session.agent_seed,
             session.measure_agent_seconds,
             self._stopping.is_set,
             lambda: session.score,
@@ -218,16 +223,7 @@ class _Players:
             session.start_clock()
             with environment.run_agent(session.episode, endpoint) as result:
                 session.close()
-                if not session.answers:
-                    if session.limit is None:
-                        raise AgentFailed(
-                            "the agent ended without a call of the policy; is its client's address "
-                            "OPENAI_BASE_URL?",
-                            result.stderr,
-                        )
-                    raise AgentFailed(
-                        f"the agent's first call is beyond the limits of the run ({session.limit})"
-                    )
+                require_call(len(session.answers), session.limit, result.stderr)
                 where = "its reward"
                 score = environment.score_episode(session.episode, session.list_calls(), result)
             return session.build_rollout(environment.name, score, 0)
@@ -244,4 +240,6 @@ class _Players:
             trace = format_error_trace(fault.__cause__)
         trajectory = session.build_trajectory(self._environment.name, None, StopReason.FAILED)
         messages = session.list_opening_messages()
-        return FailedEpisode(trajectory, messages, where, str(fault), trace)
+        return FailedEpisode(
+            trajectory, messages, where, str(fault), trace, agent_seed=session.agent_seed
+        )

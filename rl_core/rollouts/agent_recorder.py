@@ -51,6 +51,7 @@ class RecordedAnswer:
     reply: dict[str, Any]
     finish_reason: str
     is_cut: bool  # True = cut by a limit of the run, not of the agent
+    policy_version: int | None = None  # of the weights that sampled it
 
     @property
     def num_inherited(self) -> int:
@@ -82,6 +83,18 @@ class PreparedCall:
     def compute_choice_seed(self, choice: int) -> int:
         """Return the seed of one choice."""
         return compute_sequence_seed(self.seed, choice)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChoice:
+    """One sampled choice of a call, and the message that is sent back."""
+
+    sequence: AnswerSequence
+    parsed: ParsedAnswer
+    text: str
+    reply: dict[str, Any]
+    finish_reason: str
+    policy_version: int | None
 
 
 @dataclass(slots=True)
@@ -128,6 +141,11 @@ class AgentSession:
     _clock: _Clock = field(default_factory=_Clock)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @property
+    def agent_seed(self) -> int:
+        """Seed for random numbers of the agent."""
+        return self.seed % 2**31
+
     def start_clock(self) -> None:
         """Start to count the agent's computing time."""
         self._clock.begin_idle()
@@ -149,7 +167,7 @@ class AgentSession:
         """
         rendered = self._render(request)
         schemas = json.dumps(request.tools, sort_keys=True)
-        history = tuple(map(_build_message_key, request.messages))
+        history = tuple(map(build_message_key, request.messages))
         with self._lock:
             if self._num_calls >= self.sampling.max_turns:
                 self._refuse_beyond(
@@ -182,38 +200,31 @@ class AgentSession:
                 is_limited,
             )
 
-    def finish_call(
-        self,
-        call: PreparedCall,
-        sequences: Sequence[AnswerSequence],
-        answers: Sequence[ParsedAnswer],
-        texts: Sequence[str],
-        replies: Sequence[dict[str, Any]],
-        finish_reasons: Sequence[str],
-    ) -> None:
+    def finish_call(self, call: PreparedCall, choices: Sequence[SampledChoice]) -> None:
         """Record the choices of a call."""
         with self._lock:
             self._end_flight(call)
             if self.is_closed:
                 return
-            rows = zip(sequences, answers, texts, replies, finish_reasons, strict=True)
-            for choice, (sequence, parsed, text, reply, reason) in enumerate(rows):
+            for number, choice in enumerate(choices):
+                sequence = choice.sequence
                 answer = RecordedAnswer(
-                    order=(*call.order, choice),
+                    order=(*call.order, number),
                     parent=call.parent,
                     prompt_ids=call.prompt_ids,
                     tokens=sequence.tokens,
                     logprobs=sequence.logprobs,
                     sampling=call.sampling,
-                    text=text,
-                    parsed=parsed,
-                    messages=[_export_message(message) for message in call.request.messages],
-                    reply=reply,
-                    finish_reason=reason,
+                    text=choice.text,
+                    parsed=choice.parsed,
+                    messages=[export_message(message) for message in call.request.messages],
+                    reply=choice.reply,
+                    finish_reason=choice.finish_reason,
                     is_cut=sequence.hit_limit and call.is_limited,
+                    policy_version=choice.policy_version,
                 )
                 self.answers.append(answer)
-                key = (call.schemas, (*call.history, _build_reply_key(reply)))
+                key = (call.schemas, (*call.history, build_reply_key(choice.reply)))
                 self._known.setdefault(key, []).append(answer)
 
     def abandon_call(self, call: PreparedCall) -> None:
@@ -341,7 +352,7 @@ class AgentSession:
                 numbers[id(answer)],
                 len(answer.tokens),
             )
-            for answer in sorted(self.answers, key=lambda answer: answer.order)
+            for answer in self._list_ordered()
         ]
 
     def build_rollout(self, environment: str, score: AgentScore, policy_version: int) -> Rollout:
@@ -379,18 +390,36 @@ class AgentSession:
             context_starts=starts,
         )
 
+    def format_sequences(self) -> list[dict[str, Any]]:
+        """Format the contexts for a file of recorded episodes (`rl_core/data/recorded_rows.py`).
+
+        `logprobs` are those of the sampled tokens; `versions` and `temperatures` are those of the answers.
+        """
+        return [_format_context(context) for context in self._list_contexts()]
+
+    def list_main_messages(self) -> list[dict[str, Any]]:
+        """List the messages of the first context, up to its last reply."""
+        last = self._list_contexts()[0][-1]
+        return [*last.messages, last.reply]
+
     def build_trajectory(
         self, environment: str, score: AgentScore | None, stop_reason: StopReason
     ) -> Trajectory:
         """Build the trajectory of an episode, which may have failed."""
         episode, turns = self.episode, list[Turn]()
         contexts = self._list_contexts()
-        ordered = sorted(self.answers, key=lambda answer: answer.order)
+        ordered = self._list_ordered()
         numbers = {id(answer): number for number, answer in enumerate(ordered, start=1)}
         for number, context in enumerate(contexts, start=1):
             for answer, following in zip(context, [*context[1:], None], strict=True):
-                info = {"call": numbers[id(answer)], "conversation": number}
-                turns.append(_build_turn(answer, following, info if len(contexts) > 1 else {}))
+                info: dict[str, Any] = {}
+                if len(contexts) > 1:
+                    info = {"call": numbers[id(answer)], "conversation": number}
+                if answer.finish_reason == "length":
+                    info["finish_reason"] = "length"
+                turns.append(_build_turn(answer, following, info))
+        if turns:
+            turns[0].info["agent_seed"] = self.agent_seed
         reward = score.reward if score is not None else 0.0
         if turns and score is not None and score.info:
             turns[-1].info |= convert_to_plain_json(score.info)
@@ -415,19 +444,21 @@ class AgentSession:
 
     def list_opening_messages(self) -> list[Message]:
         """List the messages of the first call, for the record of a failure."""
-        if not self.answers:
-            return []
-        first = min(self.answers, key=lambda answer: answer.order)
         return [
             Message(role=m["role"], content=replace_unprintable(m["content"]))
-            for m in first.messages
+            for answer in self._list_ordered()[:1]
+            for m in answer.messages
         ]
+
+    def _list_ordered(self) -> list[RecordedAnswer]:
+        """List the answers in the order of the record."""
+        return sorted(self.answers, key=lambda answer: answer.order)
 
     def _list_contexts(self) -> list[list[RecordedAnswer]]:
         """List the contexts in order of their first answers; an answer's first continuation stays in its context."""
         contexts: list[list[RecordedAnswer]] = []
         context_of: dict[int, list[RecordedAnswer]] = {}
-        for answer in sorted(self.answers, key=lambda answer: answer.order):
+        for answer in self._list_ordered():
             context = context_of.get(id(answer.parent)) if answer.parent is not None else None
             if context is None or context[-1] is not answer.parent:
                 context = []
@@ -458,6 +489,21 @@ class AgentSession:
         return self._can_train(answer) and answer.sampling.temperature == temperature
 
 
+def _format_context(context: Sequence[RecordedAnswer]) -> dict[str, Any]:
+    ids, runs = list[int](), list[int]()
+    for position, answer in enumerate(context):
+        observed = answer.prompt_ids[answer.num_inherited if position else 0 :]
+        ids += [*observed, *answer.tokens]
+        runs += [len(observed), len(answer.tokens)]
+    return {
+        "ids": ids,
+        "runs": runs,
+        "logprobs": [logprob for answer in context for logprob in answer.logprobs],
+        "versions": [answer.policy_version for answer in context],
+        "temperatures": [answer.sampling.temperature for answer in context],
+    }
+
+
 def _build_turn(
     answer: RecordedAnswer, following: RecordedAnswer | None, info: dict[str, Any]
 ) -> Turn:
@@ -483,14 +529,15 @@ def _build_turn(
     )
 
 
-def _build_message_key(message: ChatMessage) -> str:
+def build_message_key(message: ChatMessage) -> str:
+    """Build a text that is equal for equal messages, whatever the ids of their calls."""
     role = "system" if message.role == "developer" else message.role
     calls = [_build_call_key(call) for call in message.tool_calls]
-    # A client may rename the ids of calls, but not change what they say.
     return json.dumps([role, message.text, calls])
 
 
-def _build_reply_key(reply: dict[str, Any]) -> str:
+def build_reply_key(reply: dict[str, Any]) -> str:
+    """Build the key of a reply once the agent sends it back as a message."""
     calls = [_build_call_key(call) for call in reply.get("tool_calls", ())]
     return json.dumps(["assistant", reply["content"] or "", calls])
 
@@ -504,7 +551,8 @@ def _build_call_key(call: dict[str, Any]) -> list[Any]:
     return [function["name"], json.dumps(arguments, sort_keys=True)]
 
 
-def _export_message(message: ChatMessage) -> dict[str, Any]:
+def export_message(message: ChatMessage) -> dict[str, Any]:
+    """Convert a message of a request to OpenAI's format."""
     exported: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         exported["tool_calls"] = message.tool_calls

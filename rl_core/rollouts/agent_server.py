@@ -18,19 +18,15 @@ import re
 import select
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Protocol
 
 from rl_core.chat.prompts import ParsedAnswer
 from rl_core.chat.requests import ChatRequestError, parse_chat_request
-from rl_core.chat.responses import (
-    ChunkFormatter,
-    ResponseFormatter,
-    format_message,
-    resolve_finish_reason,
-)
+from rl_core.chat.responses import ChunkFormatter
+from rl_core.environments.agent import AgentFailed
 from rl_core.inference.server_loop import ServerLoop
 from rl_core.inference.serving_requests import (
     AnswerSequence,
@@ -38,9 +34,14 @@ from rl_core.inference.serving_requests import (
     RequestEnded,
     RequestProgress,
     ServedRequest,
-    build_stop_test,
+)
+from rl_core.rollouts.agent_calls import (
+    build_call_formatter,
+    build_call_requests,
+    list_sampled_choices,
 )
 from rl_core.rollouts.agent_recorder import AgentSession, EpisodeLimitReached, PreparedCall
+from rl_core.types import StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,14 @@ class _Refused(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
+
+
+class Session(Protocol):
+    """Episode whose requests are answered."""
+
+    number: int
+    score: Any  # posted by the agent
+    is_closed: bool
 
 
 class _ClientGone(Exception):
@@ -146,11 +155,15 @@ class AgentServer(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 1024
 
-    def __init__(self, gate: CallGate) -> None:
-        """Bind a free port of the loopback address."""
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, gate: CallGate, handler: type[AgentHandler] | None = None) -> None:
+        """Bind a free port of the loopback address.
+
+        Args:
+            handler: None = calls are answered by the gate's loop.
+        """
+        super().__init__(("127.0.0.1", 0), handler or AgentHandler)
         self.gate = gate
-        self._sessions: dict[int, tuple[str, AgentSession]] = {}  # by number: key and session
+        self._sessions: dict[int, tuple[str, Session]] = {}  # by number: key and session
         self._thread = threading.Thread(
             target=self.serve_forever, args=(0.1,), name="agent server", daemon=True
         )
@@ -163,12 +176,12 @@ class AgentServer(ThreadingHTTPServer):
         self.shutdown()
         self.server_close()
 
-    def add_session(self, key: str, session: AgentSession) -> str:
+    def add_session(self, key: str, session: Session) -> str:
         """Accept an episode's requests; return their base URL."""
         self._sessions[session.number] = key, session
         return f"http://127.0.0.1:{self.server_address[1]}/e/{session.number}/v1"
 
-    def find_session(self, number: int, authorization: str) -> AgentSession:
+    def find_session(self, number: int, authorization: str) -> Session:
         """Return the session that address and key name. Raises: _Refused (401, 403)."""
         scheme, _, token = authorization.partition(" ")
         key, session = self._sessions.get(number, ("", None))
@@ -190,10 +203,22 @@ class AgentServer(ThreadingHTTPServer):
 
 @dataclass(frozen=True, slots=True)
 class _CallOwner:
-    """Who waits for a sequence."""
+    """Episode and queue of events of the thread that waits for a sequence."""
 
     episode: int
     events: queue.SimpleQueue[_Event]
+
+
+def require_call(num_calls: int, limit: StopReason | None, stderr: str) -> None:
+    """Refuse an episode without an answered call. Raises: AgentFailed."""
+    if num_calls:
+        return
+    if limit is not None:
+        raise AgentFailed(f"the agent's first call is beyond the limits of the run ({limit})")
+    raise AgentFailed(
+        "the agent ended without a call of the policy; is its client's address OPENAI_BASE_URL?",
+        stderr,
+    )
 
 
 def deliver_events(gate: CallGate, events: Sequence[_Event]) -> None:
@@ -205,8 +230,8 @@ def deliver_events(gate: CallGate, events: Sequence[_Event]) -> None:
         owner.events.put(event)
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """One connection."""
+class AgentHandler(BaseHTTPRequestHandler):
+    """One connection of an agent."""
 
     protocol_version = "HTTP/1.1"
     timeout = _READ_TIMEOUT_S
@@ -214,9 +239,11 @@ class _Handler(BaseHTTPRequestHandler):
     server: AgentServer
 
     def do_GET(self) -> None:
+        """Answer a GET request."""
         self._respond(self._answer_get)
 
     def do_POST(self) -> None:
+        """Answer a POST request."""
         self._respond(self._answer_post)
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -237,7 +264,7 @@ class _Handler(BaseHTTPRequestHandler):
             logger.exception("a request of an agent failed")
             self._send_error(_Refused(500, f"{type(error).__name__}: {error}"[:500]))
 
-    def _match_path(self) -> tuple[AgentSession, str]:
+    def _match_path(self) -> tuple[Session, str]:
         match = _PATH.fullmatch(self.path)
         if match is None:
             raise _Refused(404, f"{self.path[:200]}: is not served here")
@@ -250,14 +277,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(405, "use POST")
         model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "posttrain"}
         is_list = route == "models"
-        self._send_json(200, {"object": "list", "data": [model]} if is_list else model)
+        self.send_json(200, {"object": "list", "data": [model]} if is_list else model)
 
     def _answer_post(self) -> None:
         body = self._read_body()  # in any case, because the connection stays open
         session, route = self._match_path()
         if route == "reward":
             session.score = _parse_score(body)
-            self._send_json(200, {"object": "reward"})
+            self.send_json(200, {"object": "reward"})
         elif route == "chat/completions":
             self._answer_chat(session, body)
         else:
@@ -287,22 +314,23 @@ class _Handler(BaseHTTPRequestHandler):
             if not size:
                 return bytes(body)
 
-    def _answer_chat(self, session: AgentSession, body: bytes) -> None:
+    def _answer_chat(self, session: Session, body: bytes) -> None:
+        assert isinstance(session, AgentSession)
         request = parse_chat_request(body)
         call = session.begin_call(request)
         try:
             sampled = _SampledCall(self.server, session, call, self._check_client)
             if request.stream:
-                self._stream_answer(sampled)
+                self.send_chunks(sampled.iter_chunks())
             else:
-                self._send_json(200, sampled.wait_for_response())
+                self.send_json(200, sampled.wait_for_response())
         finally:
             session.abandon_call(call)
 
-    def _stream_answer(self, sampled: _SampledCall) -> None:
+    def send_chunks(self, parts: Iterable[list[dict[str, Any]]]) -> None:
         """Send chunks as they come; an error before the first one is an ordinary error response."""
         has_begun = False
-        for chunks in sampled.iter_chunks():
+        for chunks in parts:
             if not has_begun:
                 has_begun = True
                 self.send_response(200)
@@ -326,7 +354,8 @@ class _Handler(BaseHTTPRequestHandler):
         if poller.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
             raise _ClientGone
 
-    def _send_json(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+    def send_json(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
+        """Send a JSON body."""
         data = json.dumps(body, ensure_ascii=False).encode()
         self.send_response(status)
         for name, value in (headers or {}).items():
@@ -346,7 +375,7 @@ class _Handler(BaseHTTPRequestHandler):
         }
         with contextlib.suppress(OSError):
             # Official clients check this header before they retry.
-            self._send_json(error.status, {"error": detail}, {"x-should-retry": "false"})
+            self.send_json(error.status, {"error": detail}, {"x-should-retry": "false"})
 
 
 class _SampledCall:
@@ -362,33 +391,10 @@ class _SampledCall:
         self._gate, self._session, self._call = server.gate, session, call
         self._check_client = check_client
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        request = call.request
-        decode = session.prompts.renderer.action_text
-        stops = (*request.stop, *session.sampling.stop)
-        has_stop = build_stop_test(decode, stops)
-        self._requests = [
-            ServedRequest(
-                AnswerSequence(call.prompt_ids, call.compute_choice_seed(choice), has_stop),
-                call.sampling,
-                caller=str(id(session)),
-                top=request.top_logprobs,
-                streams=request.stream,
-                has_stops=bool(stops),
-                owner=_CallOwner(session.number, self._events),
-            )
-            for choice in range(request.n)
-        ]
-        self._formatter = ResponseFormatter(
-            answer_id=f"chatcmpl-{call.seed:032x}",
-            model=MODEL_NAME,
-            prompts=session.prompts,
-            tools=call.rendered.tools,
-            stops=request.stop,
-            logprobs=request.logprobs,
-            num_top=request.top_logprobs,
-            prompt_tokens=len(call.prompt_ids),
-            has_seeded_ids=True,
-        )
+        self._requests = build_call_requests(session, call, caller=str(id(session)))
+        for request in self._requests:
+            request.owner = _CallOwner(session.number, self._events)
+        self._formatter = build_call_formatter(session, call, MODEL_NAME)
 
     def wait_for_response(self) -> dict[str, Any]:
         """Sample the call, record it and return the body of its response."""
@@ -440,14 +446,8 @@ class _SampledCall:
         return [sequence for sequence in sequences if isinstance(sequence, AnswerSequence)]
 
     def _record(self, answers: Sequence[ParsedAnswer]) -> None:
-        sequences = self._list_sequences()
         self._session.finish_call(
-            self._call,
-            sequences,
-            answers,
-            [self._formatter.decode_text(sequence.tokens) for sequence in sequences],
-            [format_message(answer) for answer in answers],
-            [resolve_finish_reason(s, a) for s, a in zip(sequences, answers, strict=True)],
+            self._call, list_sampled_choices(self._formatter, self._requests, answers)
         )
 
 

@@ -17,8 +17,9 @@ from typing import Any
 from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment, Episode, Step, call_with_time_limit
 from rl_core.environments.failed_episodes import FailedEpisode, format_error_trace
-from rl_core.errors import EnvironmentFault, SettingsError
+from rl_core.errors import EnvironmentFault
 from rl_core.rewards.user_function import RewardFunction, RewardSignature
+from rl_core.rollouts.agent_replay import replay_agent
 from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
 from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
 
@@ -57,21 +58,18 @@ def replay_episode(
         recorded: a failed episode, or the trajectory of a successful one.
         rewards: by name. Each function gets this trajectory alone, even if it originally got a batch.
         timeout_s: per call.
-    Raises: SettingsError for episodes of agents.
+    Raises: SettingsError for an agent's task that does not exist any more.
     """
-    if isinstance(environment, Agent):
-        raise SettingsError(
-            "episodes of environment 'agent' cannot be replayed: its agent plays them; the record holds the end of its "
-            "log, its turns and the opening messages"
-        )
     failed = recorded if isinstance(recorded, FailedEpisode) else None
     trajectory = failed.trajectory if failed is not None else recorded
     assert isinstance(trajectory, Trajectory)
     replay = EpisodeReplay()
     in_environment = failed is not None and not failed.failed_in.startswith("reward ")
-    _play_actions(
-        environment, trajectory, failed.messages if failed is not None else [], replay, timeout_s
-    )
+    if isinstance(environment, Agent):
+        _play_agent(environment, trajectory, failed, replay)
+    else:
+        opening = failed.messages if failed is not None else []
+        _play_actions(environment, trajectory, opening, replay, timeout_s)
     if failed is not None and in_environment:
         if not (TIMEOUT_TEXT in failed.error and TIMEOUT_TEXT in replay.error):
             replay.compare_values(
@@ -87,6 +85,32 @@ def replay_episode(
         )
         _score_trajectory(name, function, trajectory, expected, replay, timeout_s)
     return replay
+
+
+def _play_agent(
+    environment: Agent,
+    trajectory: Trajectory,
+    failed: FailedEpisode | None,
+    replay: EpisodeReplay,
+) -> None:
+    """Run the agent again with the recorded answers, and compare what it asks, leaves and earns."""
+    seed = trajectory.info.get("agent_seed", 0) if failed is None else failed.agent_seed or 0
+    outcome = replay_agent(environment, trajectory, int(seed))
+    replay.error, replay.trace = outcome.error, outcome.log
+    for number, call in enumerate(outcome.session.calls, start=1):
+        replay.lines.append(f"call {number}: {_truncate_text(call.messages[-1]['content'])}")
+        said = call.reply["content"] or call.reply.get("tool_calls")
+        replay.lines.append(f"  -> {_truncate_text(said)}")
+    for subject, before, now in outcome.session.differences:
+        replay.compare_values(subject, before, now)
+    if outcome.session.num_unplayed:
+        replay.compare_values("recorded calls that were not made", 0, outcome.session.num_unplayed)
+    if replay.error:
+        replay.lines.append(f"  error: {replay.error}")
+    if outcome.score is not None and failed is None:
+        recorded = trajectory.rewards.get("task", trajectory.reward)
+        replay.compare_values("reward of the environment", recorded, outcome.score.reward)
+        replay.compare_values("success", trajectory.success, outcome.score.success)
 
 
 def _play_actions(

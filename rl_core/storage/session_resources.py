@@ -2,6 +2,7 @@
 
     <temporary folder>/posttrain-ray-<uid>-<random>/lock         Ray's sockets and logs
     <folder>/posttrain-weights-<uid>-<random>/lock               weights on their way to an inference server
+    <temporary folder>/posttrain-agent-<uid>-<random>/lock       an agent's working folder and outputs
     /dev/shm/posttrain-<uid>-<pid>-<random>-<number>             a segment of shared memory
 
 The owner holds a flock on each folder's `lock` and on each segment. The kernel frees it when the process dies, so
@@ -33,6 +34,7 @@ from rl_core.storage.atomic_files import is_process_alive
 from rl_core.storage.faults import inject_fault
 
 RAY_PREFIX, WEIGHTS_PREFIX = "posttrain-ray-", "posttrain-weights-"
+AGENT_PREFIX = "posttrain-agent-"
 LOCK_FILE = "lock"
 REMOVAL_TIMEOUT_S = 5.0  # for programs that are terminating and still write
 CREATION_GRACE_S = 60.0  # a folder without a lock that is older is not being created any more

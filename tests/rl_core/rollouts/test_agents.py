@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from helpers.agents import TWO_TURNS_AGENT, build_agent, build_policy, play, spl
 from helpers.waiting import wait_for
 
 import rl_core
-from rl_core.environments import make_environment
+from rl_core.environments import agent_process, make_environment
+from rl_core.environments.agent_process import AgentFolder
 from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.types import StopReason
 
@@ -135,7 +137,11 @@ for n in range(2):
     (rollout,) = play(build_agent(tmp_path, code), policy)
     contexts = split_contexts(rollout)
     assert len(contexts) == 2
-    assert [t.info for t in rollout.trajectory.turns] == [
+    infos = [
+        {name: turn.info[name] for name in ("call", "conversation")}
+        for turn in rollout.trajectory.turns
+    ]
+    assert infos == [
         {"call": 1, "conversation": 1},
         {"call": 3, "conversation": 1},
         {"call": 2, "conversation": 2},
@@ -581,6 +587,20 @@ def test_a_killed_training_resumes_bit_for_bit(tmp_path):
     assert len(expected) == 3 and resumed_rows == expected
     rows = [(tmp_path / name / "rewards.jsonl").read_text() for name in ("whole", "killed")]
     assert rows[0] == rows[1] and rows[0].count("\n") == 12, "no episode counts twice"
+
+
+def test_the_folder_of_a_killed_episode_is_removed_by_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, running = AgentFolder({"question": "a"}), AgentFolder({})
+    assert json.loads(killed.task.read_text()) == {"question": "a"}
+    (killed.work / "left").mkdir()
+    killed._session.release_lock()
+    agent_process._remove_stale_folders.cache_clear()
+    new = AgentFolder({})
+    assert not killed.work.exists() and running.work.is_dir()
+    new.remove()
+    running.remove()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_agent_dies_with_the_trainer(tmp_path):
