@@ -262,9 +262,14 @@ def _compute_prompt_key(row: Row) -> str:
 
 def _tokenize_sequences(row: Row, renderer: ChatRenderer) -> list[tuple[list[int], list[bool]]]:
     """Return token ids and loss mask of each sequence of a row."""
+    from rl_core.data.chat import compute_tokenizer_digest
     from rl_core.data.pairs import build_row_sides
+    from rl_core.data.recorded_rows import build_recorded_sequences
     from rl_core.data.training_sequences import build_training_sequences
 
+    if "sequences" in row:
+        digest = compute_tokenizer_digest(renderer.tokenizer)
+        return build_recorded_sequences(row, digest, len(renderer.tokenizer))
     if "messages" in row:
         return build_training_sequences(renderer, row["messages"], row.get("tools"))
     return [

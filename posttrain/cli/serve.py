@@ -22,6 +22,7 @@ EXAMPLES = (
     "serve demo    (the champion of this pipeline, until Ctrl-C)",
     "serve demo --learn    (and learn from its traffic)",
     "serve models:/demo/3 --port 8400",
+    "serve demo --record    (and record episodes of agents elsewhere)",
     "serve outputs/demo/stages/policy/0123456789abcdef --set serving.slots=16",
     "serve Qwen/Qwen3-0.6B --name small",
 )
@@ -43,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--learn",
         action="store_true",
         help="learn from the traffic as configured by `online:` of the CONFIG, with a worker and a gate process",
+    )
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="record sessions of agents elsewhere, opened and scored over HTTP (docs/agents.md)",
     )
     parser.add_argument(
         "--wait",
@@ -164,6 +170,8 @@ def _apply_serving_options(
         for name in ("port", "name")
         if getattr(arguments, name) is not None
     }
+    if arguments.record:
+        options["record"] = True
     return dataclasses.replace(serving, **options)
 
 

@@ -17,6 +17,7 @@ from posttrain.serving.chat_routes import create_chat_completion, read_full_body
 from posttrain.serving.chat_server import ChatServer, find_chat_server
 from posttrain.serving.errors import ServingHTTPError, build_error_response
 from posttrain.serving.request_bodies import FeedbackBody, parse_json_body
+from posttrain.serving.session_routes import SESSION_ROUTES
 from posttrain.serving.trainer_routes import TRAINER_ROUTES, create_completion
 from posttrain.serving.weight_control import WeightController
 from rl_core.errors import DataError, PosttrainError, UnknownAnswer
@@ -50,6 +51,7 @@ def build_chat_app(server: ChatServer) -> LoopbackOnlyMiddleware:
             Route("/v1/models", _list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", _describe_model, methods=["GET"]),
             Route("/v1/feedback", _accept_feedback, methods=["POST"]),
+            *SESSION_ROUTES,
             *TRAINER_ROUTES,
             Route("/healthz", _report_health, methods=["GET"]),
             Route("/health", _report_health, methods=["GET"]),

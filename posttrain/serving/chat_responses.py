@@ -168,7 +168,7 @@ class ChatStreamResponse(Response):
                 await self._send_events(*self._chunks.format_progress(event))
             else:
                 num_open -= 1
-                if not await self._send_choice_end(event):
+                if not await self._send_choice_end(event, is_last=not num_open):
                     break
         else:
             await self._finish_stream()
@@ -176,8 +176,11 @@ class ChatStreamResponse(Response):
             {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
         )
 
-    async def _send_choice_end(self, event: RequestEnded) -> bool:
-        """Send the end of one choice; return False if it failed, which ends the stream."""
+    async def _send_choice_end(self, event: RequestEnded, *, is_last: bool) -> bool:
+        """Send the end of one choice; return False if it failed, which ends the stream.
+
+        All answers are recorded before the last end is sent: the client's next request may follow at once.
+        """
         request = event.request
         if request.error is not None:
             is_late = isinstance(request.error, DeadlineExceeded)
@@ -187,11 +190,13 @@ class ChatStreamResponse(Response):
         assert isinstance(request.sequence, AnswerSequence)
         answer = self._formatter.parse_answer(request.sequence)
         self._answers[self._chunks.find_index(request)] = answer
+        if is_last:
+            self._record_answers([answer for answer in self._answers if answer is not None])
         await self._send_events(*self._chunks.format_end(request, answer))
         return True
 
     async def _finish_stream(self) -> None:
-        """Send the usage, count and record the answers, once every choice has ended."""
+        """Send the usage and count the answers, once every choice has ended."""
         requests = self._pending.requests
         usage = self._formatter.count_usage(requests)
         if self._include_usage:
@@ -199,4 +204,3 @@ class ChatStreamResponse(Response):
         self._server.metrics.count_answer(
             time.monotonic() - self._began, usage["prompt_tokens"], usage["completion_tokens"]
         )
-        self._record_answers([answer for answer in self._answers if answer is not None])

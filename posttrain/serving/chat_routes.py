@@ -87,18 +87,21 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 async def count_response(
-    request: Request, respond: Callable[[ChatServer, float], Awaitable[Response]]
+    request: Request,
+    respond: Callable[[ChatServer, float], Awaitable[Response]],
+    check_key: Callable[[Request], object] | None = None,
 ) -> Response:
     """Run the handler of a route and count its response by status; 499 if the client disconnected.
 
     Args:
         respond: builds the response from the server and the start of the request (monotonic clock, seconds); may
             raise ClientDisconnected.
+        check_key: refuses a request without the right key; None = the server's.
     Raises: ServingHTTPError; its status is counted, too.
     """
     server, began, status = find_chat_server(request), time.monotonic(), 500
     try:
-        server.check_token(request)
+        (check_key or server.check_token)(request)
         try:
             response = await respond(server, began)
         except ClientDisconnected:
@@ -328,7 +331,7 @@ async def _build_response(
         records = build_session_records(chat.formatter, requests)
         body = _format_episode_response(chat, requests, records)
     else:
-        answers = _parse_answers(chat, requests)
+        answers = parse_answers(chat.formatter, requests)
         body = chat.formatter.format_response(requests, answers)
         records = []
         if server.answers is not None:
@@ -338,13 +341,14 @@ async def _build_response(
     return body
 
 
-def _parse_answers(
-    chat: CheckedChatRequest, requests: Sequence[ServedRequest]
+def parse_answers(
+    formatter: ResponseFormatter, requests: Sequence[ServedRequest]
 ) -> list[ParsedAnswer]:
+    """Parse the answers of requests that have ended."""
     answers = []
     for request in requests:
         assert isinstance(request.sequence, AnswerSequence)
-        answers.append(chat.formatter.parse_answer(request.sequence))
+        answers.append(formatter.parse_answer(request.sequence))
     return answers
 
 
@@ -371,7 +375,7 @@ async def _build_voted_response(
         if is_episode:
             records = build_session_records(formatter, requests, chat.max_answers)
         else:
-            answers = _parse_answers(chat, requests)
+            answers = parse_answers(formatter, requests)
             records = build_chat_records(formatter, requests, answers, chat.max_answers)
     ballots = [build_ballot(record) for record in records]
     outcome = count_votes(ballots, server.voting, chat.max_answers)

@@ -21,6 +21,7 @@ from starlette.requests import Request
 
 from posttrain.serving.environment_sessions import EnvironmentSessions
 from posttrain.serving.errors import ServingHTTPError
+from posttrain.serving.recorded_sessions import RecordedSessions
 from posttrain.serving.served_model import EngineThread, ServedModel
 from posttrain.web.signed_urls import UrlSigner
 from posttrain.web.tokens import has_bearer_token, split_authorization
@@ -166,8 +167,9 @@ class ChatServer:
         """Create a server without a model.
 
         Args:
-            folder: holds the token, the feedback journal and downloads.
+            folder: holds the token, the feedback journal, recorded episodes and downloads.
             answers: sink of served answers.
+        Raises: FolderBusy if it is to record, and another server records into the folder.
         """
         self.voting = voting or VotingSettings()
         self.settings, self.name, self.folder = settings, name, folder
@@ -176,6 +178,7 @@ class ChatServer:
         self.sessions = EnvironmentSessions(environment)
         self.feedback: FeedbackSink = feedback or FeedbackJournal(folder / "feedback.jsonl")
         self._signer = UrlSigner(folder)
+        self.recorded = RecordedSessions(settings, folder) if settings.record else None
         self.engine: EngineThread | None = None
         self.model: ServedModel | None = None
         self.prompt_builder: PromptBuilder | None = None
@@ -248,6 +251,8 @@ class ChatServer:
         if self._recorder is not None:
             self._records.put(None)
             self._recorder.join(10)
+        if self.recorded is not None:
+            self.recorded.close()
 
     def check_token(self, request: Request) -> None:
         """Refuse a request without the server's API key. Raises: ServingHTTPError (401)."""

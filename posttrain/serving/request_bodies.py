@@ -39,7 +39,7 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MAX_SEED = 2**63
 
 
-class _StrictBody(BaseModel):
+class StrictBody(BaseModel):
     """A JSON object without unknown keys; strings are not converted to numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
@@ -116,7 +116,7 @@ class StreamOptions(_LenientBody):
     include_usage: bool = False
 
 
-class EpisodeBody(_StrictBody):
+class EpisodeBody(StrictBody):
     """An episode to play on the server: the environment responds to the model's actions."""
 
     name: ShortText
@@ -125,7 +125,7 @@ class EpisodeBody(_StrictBody):
     max_turns: Annotated[int, Field(ge=1, le=1000)] = 6
 
 
-class ChatBody(_StrictBody):
+class ChatBody(StrictBody):
     """A chat request. Extensions of OpenAI's format: top_k, min_p, deadline_seconds, environment, vote."""
 
     model: ShortText
@@ -176,7 +176,7 @@ class ChatBody(_StrictBody):
         return self.max_tokens
 
 
-class FeedbackBody(_StrictBody):
+class FeedbackBody(StrictBody):
     """A label for an answer: correct answer, score or thumb, with a comment."""
 
     id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -188,7 +188,7 @@ class FeedbackBody(_StrictBody):
     user: ShortText | None = None
 
 
-class CompletionBody(_StrictBody):
+class CompletionBody(StrictBody):
     """A completion request for a prompt of token ids. Extensions of vLLM's format: `drawn`, 128-bit seeds."""
 
     model: Name
@@ -216,7 +216,7 @@ class CompletionBody(_StrictBody):
     user: Annotated[str, Field(max_length=1000)] = ""
 
 
-class TokenizeBody(_StrictBody):
+class TokenizeBody(StrictBody):
     """A request for the token ids of a text."""
 
     model: Name
@@ -224,7 +224,7 @@ class TokenizeBody(_StrictBody):
     add_special_tokens: bool = True
 
 
-class CollectiveRpcBody(_StrictBody):
+class CollectiveRpcBody(StrictBody):
     """A command of a trainer to the server; `WeightController` lists the supported methods."""
 
     method: Name
@@ -233,14 +233,14 @@ class CollectiveRpcBody(_StrictBody):
     timeout: Annotated[FiniteFloat, Field(gt=0)] | None = None  # seconds
 
 
-class LoadAdapterBody(_StrictBody):
+class LoadAdapterBody(StrictBody):
     """A request to load an adapter."""
 
     lora_name: Name
     lora_path: Name
 
 
-class UnloadAdapterBody(_StrictBody):
+class UnloadAdapterBody(StrictBody):
     """A request to unload an adapter."""
 
     lora_name: Name

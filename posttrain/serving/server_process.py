@@ -244,6 +244,9 @@ def _print_address(server: ChatServer, config: ServingConfig, say: Callable[[str
     say(f"serving    {config.name} ({config.source.reference}{version})")
     if config.learning is not None:
         say(f"learning   in {config.learning.root}")
+    if server.recorded is not None:
+        file = server.recorded.file
+        say(f"recording  {file.path} ({file.num_episodes} episodes)")
     say(f"base_url   {config.base_url}")
     say(f"api_key    in {config.folder / 'token'}")
     say("Ctrl-C stops it")

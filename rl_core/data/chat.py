@@ -193,6 +193,19 @@ def find_fast_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
     return tokenizer.backend_tokenizer
 
 
+def compute_tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Compute the SHA-256 of what decides a tokenizer's ids; None if that is more than its backend."""
+    backend = find_fast_backend(tokenizer)
+    if backend is None:
+        return None
+    content = json.loads(backend.to_str())
+    for of_calls in ("truncation", "padding"):  # as the last call of the tokenizer left them
+        content.pop(of_calls, None)
+    names = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
+    decisive = [content, names, bool(getattr(tokenizer, "split_special_tokens", False))]
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
 _MAX_CACHED = 16384  # cached renderings; observations of small environments repeat often
 EXAMINATION_TIME_LIMIT_S = (
     3.0  # processor time for the examination of a template, which takes some hundredths

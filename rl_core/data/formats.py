@@ -27,6 +27,7 @@ from rl_core.data.messages import (
     validate_tools,
     wrap_in_list,
 )
+from rl_core.data.recorded_rows import RECORDED, RECORDED_COLUMNS, validate_recorded_row
 
 _SYSTEM_COLUMNS = ("system_prompt", "system", "system_message")
 _QUESTION_COLUMNS = (
@@ -128,6 +129,7 @@ class RowFormat:
 
 
 _DEMONSTRATIONS = (
+    RowFormat(RECORDED, ("messages", "sequences"), RECORDED_COLUMNS, ("messages", "sequences")),
     RowFormat("messages", ("messages",), ("tools",), ("messages",)),
     RowFormat(
         "prompt-completion, conversational",
@@ -490,6 +492,8 @@ def read_optional_columns(row: Row) -> Row:
 
 def validate_demonstration(row: Row) -> Row:
     """Return a demonstration of any format as messages, the last one the assistant's."""
+    if row.get("sequences") is not None:
+        return validate_recorded_row(row) | read_optional_columns(row)
     row = convert_demonstration(row)
     messages = _validate_demonstration_messages(row)
     tools = validate_tools(row["tools"]) if row.get("tools") else []
@@ -501,14 +505,10 @@ def validate_demonstration(row: Row) -> Row:
 
 
 def _validate_demonstration_messages(row: Row) -> list[dict[str, Any]]:
-    raw_messages = row["messages"]
-    if (
-        isinstance(raw_messages, list)
-        and len(raw_messages) == 1
-        and isinstance(raw_messages[0], Mapping)
-        and raw_messages[0].get("role") == "text"
-    ):
-        return [{"role": "text", "content": read_text(raw_messages[0], "content", "text")}]
+    raw = row["messages"]
+    first = raw[0] if isinstance(raw, list) and len(raw) == 1 else None
+    if isinstance(first, Mapping) and first.get("role") == "text":
+        return [{"role": "text", "content": read_text(first, "content", "text")}]
     messages = validate_messages(row["messages"], "messages")
     if messages[-1]["role"] != "assistant":
         raise BadRow(

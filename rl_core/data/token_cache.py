@@ -11,7 +11,6 @@ processes build the same entry, the first to finish stores it.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import logging
@@ -25,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data import training_sequences
-from rl_core.data.chat import ChatRenderer, find_fast_backend
+from rl_core.data.chat import ChatRenderer, compute_tokenizer_digest
 from rl_core.data.tokenising import (
     RefusedRows,
     Row,
@@ -237,7 +236,10 @@ class TokenCache:
 
     def _compute_entry_name(self, source: str, renderer: ChatRenderer, job: TokenisationJob) -> str:
         """Compute a name of 32 hex digits; "" = do not cache."""
-        if self.folder is None or (tokenizer := _compute_tokenizer_digest(renderer)) is None:
+        if (
+            self.folder is None
+            or (tokenizer := compute_tokenizer_digest(renderer.tokenizer)) is None
+        ):
             return ""
         decisive = [
             source,
@@ -266,21 +268,6 @@ def find_orphaned_entries(folder: Path, sources: Collection[str]) -> list[Path]:
     return [entry for entry in manifests if entry not in used and entry.name not in tables]
 
 
-def _compute_tokenizer_digest(renderer: ChatRenderer) -> str | None:
-    """Compute the SHA-256 of what decides a tokenizer's ids; None if that is more than its backend."""
-    tokenizer: Any = renderer.tokenizer
-    backend = find_fast_backend(tokenizer)
-    if backend is None:
-        return None
-    content = json.loads(backend.to_str())
-    for of_calls in ("truncation", "padding"):  # as the last call of the tokenizer left them
-        content.pop(of_calls, None)
-    names = {name: str(text) for name, text in tokenizer.special_tokens_map.items()}
-    decisive = [content, names, bool(getattr(tokenizer, "split_special_tokens", False))]
-    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
 def _compute_code_digest() -> str:
     """Compute the SHA-256 of this package's files."""
     digest = hashlib.sha256()

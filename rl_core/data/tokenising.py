@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from rl_core.data.chat import ChatRenderer
+from rl_core.data.chat import ChatRenderer, compute_tokenizer_digest
 from rl_core.data.formats import RowKind
 from rl_core.data.pairs import build_row_sides
+from rl_core.data.recorded_rows import build_recorded_sequences
 from rl_core.data.training_sequences import TokenChunk, build_token_chunk, build_training_sequences
 from rl_core.errors import DataError
 from rl_core.processes.process_pool import ConnectedChild, ProcessPool
@@ -47,11 +48,13 @@ def tokenize_chunk(
     Raises: SettingsError for tools that the template does not take.
     """
     refused: RefusedRows = []
+    is_recorded = any("sequences" in row for row in rows)
+    tokenizer = compute_tokenizer_digest(renderer.tokenizer) if is_recorded else None
 
     def sequences() -> Iterator[tuple[int, int, Sequence[int], Sequence[bool]]]:
         for start in range(0, len(rows), ROWS_PER_ENCODING):
             works = [
-                functools.partial(_tokenize_row, renderer, job, row)
+                functools.partial(_tokenize_row, renderer, job, row, tokenizer)
                 for row in rows[start : start + ROWS_PER_ENCODING]
             ]
             for number, result in enumerate(
@@ -69,14 +72,18 @@ def tokenize_chunk(
 
 
 def _tokenize_row(
-    renderer: ChatRenderer, job: TokenisationJob, row: Row
+    renderer: ChatRenderer, job: TokenisationJob, row: Row, tokenizer: str | None
 ) -> list[tuple[int, list[int], list[bool]]]:
     """Return tokens of the prompt, ids and mask of each sequence of a row."""
     if job.kind == "demonstrations":
         limit = row.get("max_tokens")
-        sequences = build_training_sequences(
-            renderer, row["messages"], row.get("tools"), job.loss_on, limit
-        )
+        if "sequences" in row:
+            size = len(renderer.tokenizer)
+            sequences = build_recorded_sequences(row, tokenizer, size, job.loss_on, limit)
+        else:
+            sequences = build_training_sequences(
+                renderer, row["messages"], row.get("tools"), job.loss_on, limit
+            )
         return [(0, ids, mask) for ids, mask in sequences]
     sides = [side for side, _ in build_row_sides(row, renderer)]
     return [(len(s.prompt_ids), s.ids, [False] * len(s.prompt_ids) + s.loss_mask) for s in sides]

@@ -205,6 +205,27 @@ class ServingSettings(Settings):
         doc="true: a trainer may load weights and adapters from folders of this machine, and make the server sleep and "
         "wake (docs/scaling.md); the registry is not checked for new versions",
     )
+    record: bool = setting(
+        False, doc="true: record sessions of agents elsewhere (docs/agents.md), as --record does"
+    )
+    max_sessions: int = setting(
+        64, ge=1, le=100_000, doc="open recorded sessions; further ones are refused with 429"
+    )
+    max_tenant_sessions: int = setting(
+        32, ge=1, le=100_000, doc="open recorded sessions of one tenant"
+    )
+    session_seconds: float = setting(
+        3600.0, gt=0, le=1e7, doc="time of a recorded session; one without a score is then dropped"
+    )
+    session_calls: int = setting(
+        200, ge=1, le=1_000_000, doc="answered requests of a recorded session"
+    )
+    session_tokens: int = setting(
+        32_768,
+        ge=1,
+        le=1_073_741_824,
+        doc="tokens of a recorded session: answers, and what its conversations add to them",
+    )
 
     def check(self) -> None:
         """Check that the server listens on this machine only; a tunnel or a proxy with TLS leads to it."""

@@ -289,6 +289,7 @@ FAULT_POINT_GROUPS: dict[str, tuple[FaultPoint, ...]] = {
     ),
     "serving": _build_group(
         ("feedback.kept", "a label is in the journal, not acknowledged", "serve"),
+        ("session.recorded", "a scored episode is in its file, not acknowledged", "serve"),
     ),
     "preferences by people": _build_group(
         (

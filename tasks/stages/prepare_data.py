@@ -38,7 +38,7 @@ from rl_core.data.tokenising import TokenisationJob
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.data.training_sequences import TokenRows, truncate_sequences
 from rl_core.environments.environment import Environment
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_core.settings import DataSettings
 from rl_core.storage.atomic_files import replace_file
 from rl_core.storage.faults import inject_fault
@@ -274,6 +274,7 @@ def _load_demonstrations(
         table = _read_data_files(
             context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary
         )
+        _select_rewarded_rows(table, settings.min_reward, summary)
         return _mark_by_seed(table)
     if context.pipeline.stages.sft is None:
         return LocatedRows()
@@ -313,6 +314,34 @@ def _load_demonstrations(
         level: round(num_successes[level] / num_shown[level], 4) for level in num_shown
     }
     return table
+
+
+def _select_rewarded_rows(table: LocatedRows, min_reward: float | None, summary: Row) -> None:
+    """Leave out, and count, recorded episodes below the least reward; other rows have none.
+
+    Raises: SettingsError if the least reward is missing, or there are no such episodes; DataError if none is left.
+    """
+    rewards = [row.get("reward") for row in table.rows]
+    num_rewards = len(rewards) - rewards.count(None)
+    if min_reward is None:
+        if num_rewards:
+            raise SettingsError(
+                f"stages.prepare_data.min_reward: {table.source} holds {num_rewards} recorded episodes, good and bad "
+                "ones; set the least reward of those that are to be imitated"
+            )
+        return
+    if not num_rewards:
+        raise SettingsError(
+            f"stages.prepare_data.min_reward: {table.source} holds no recorded episodes; leave it out"
+        )
+    selected = [i for i, reward in enumerate(rewards) if reward is None or reward >= min_reward]
+    if not selected:
+        raise DataError(
+            f"{table.source}: no recorded episode has a reward of {min_reward:g} "
+            "(stages.prepare_data.min_reward) or more"
+        )
+    summary["demonstrations_below_min_reward"] = len(rewards) - len(selected)
+    table.select_rows(selected)
 
 
 def _mark_by_seed(table: LocatedRows) -> LocatedRows:
