@@ -16,7 +16,7 @@ from pathlib import Path
 
 from crash import jobs, report
 from crash.forks import Forks
-from crash.pipelines import KINDS, write_inputs
+from crash.pipelines import KINDS, write_agent, write_inputs
 from crash.servers import end_by_sigterm, environment, prefect_server
 from crash.trials import Bench, Trial, append, chains, kills_at_points, random_kills, walks
 
@@ -33,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return max(ended, _report(folder))
     deadline = time.monotonic() + arguments.seconds
     config = write_inputs(folder)
+    write_agent(folder)
     with prefect_server() as api, Forks(environment(api)) as forks:
         bench = Bench(folder, config, forks)
         bench.prepare_data(arguments.kinds, times=1 if arguments.keep else 2)

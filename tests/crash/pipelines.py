@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["KINDS", "Kind", "command", "write_inputs"]
+__all__ = ["KINDS", "Kind", "command", "write_agent", "write_inputs"]
 
 SAMPLING = {"max_completion_tokens": 12, "max_turns": 1, "slots": 16}
-CONFIG, OUTPUT = "CONFIG", "OUTPUT"  # stand for their paths in a command
+CONFIG, OUTPUT, FOLDER = "CONFIG", "OUTPUT", "FOLDER"  # stand for their paths in a command
 TRAINING = {"batch_size": 4, "warmup_steps": 1, "checkpoint_every": 1, "eval_every": 2}
 
 STAGES: dict[str, Any] = {
@@ -62,6 +62,40 @@ class Kind:
 _TRAINED = ("distill", "preference", "reward_model", "policy")
 _SHORT = (*_TRAINED, "analyze")
 _ASKED = ("stages.promote.approve=manual", "stages.promote.approval_timeout_seconds=1")
+# The user's program plays the episodes: two calls, a file, and a score that it prints.
+AGENT = """
+import json, os, urllib.request
+
+task = json.loads(os.environ["TASK"])
+
+
+def ask(messages):
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 8}).encode()
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+    request.add_header("Authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+    return json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+
+
+messages = [{"role": "user", "content": task["question"]}]
+messages += [ask(messages), {"role": "user", "content": "sure?"}]
+messages.append(ask(messages))
+open("said.json", "w").write(json.dumps(messages))
+print(json.dumps({"reward": sum(map(ord, messages[1]["content"] + messages[3]["content"])) % 5 / 4}))
+"""
+_AGENT_SAMPLING = json.dumps({**SAMPLING, "max_completion_tokens": 80, "max_turns": 3})
+_AGENT_OPTIONS = {
+    "command": "python FOLDER/agent.py",
+    "tasks": "FOLDER/tasks.jsonl",
+    "heldout": 0.25,
+    "demonstrations": "messages",
+}
+_AGENT = (
+    "environment=" + json.dumps({"name": "agent", "options": _AGENT_OPTIONS}),
+    "stages.prepare_data.preferences=null",
+    "stages.policy.rewards={task: 1.0}",
+    f"stages.policy.sampling={_AGENT_SAMPLING}",
+    f"stages.evaluate.sampling={_AGENT_SAMPLING}",
+)
 KINDS = {
     "pipeline": Kind(starts="nothing", overrides=("stages.gguf={type: f32}",)),
     "training": Kind(without=("analyze",)),
@@ -83,6 +117,7 @@ KINDS = {
         starts="approval",
         what=("promote", CONFIG, "--version", "VERSION"),
     ),
+    "agent": Kind(without=(*_TRAINED[:3], "analyze"), overrides=_AGENT),
     "third": Kind(without=_SHORT, starts="again", seed=2),
     "gc": Kind(starts="third", what=("store", "gc", "--output", OUTPUT, "--keep", "1", "--yes")),
 }
@@ -120,6 +155,25 @@ def write_inputs(folder: Path) -> Path:
     return path
 
 
+def write_agent(folder: Path) -> None:
+    """Write the program and the tasks of the kind `agent`."""
+    draw = random.Random(1)
+    tasks = [_build_task(n, draw) for n in range(40)]
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "agent.py").write_text(AGENT)
+
+
+def _build_task(number: int, draw: random.Random) -> dict[str, Any]:
+    """Build a task of the agent, with the messages that it would send."""
+    a, b = draw.randint(1, 9), draw.randint(1, 9)
+    question = f"{number}: {a} + {b} = ?"
+    turns = [("user", question), ("assistant", f"answer {a + b}"), ("user", "sure?")]
+    messages = [
+        {"role": role, "content": text} for role, text in (*turns, ("assistant", f"{a + b}"))
+    ]
+    return {"question": question, "level": "easy", "messages": messages}
+
+
 def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]:
     """Build the arguments of the command line that runs it. `version`: to be promoted by hand."""
     run_kind = KINDS[kind]
@@ -134,7 +188,7 @@ def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]
     changed = [
         *(f"stages.{stage}=null" for stage in run_kind.without),
         f"seed={run_kind.seed}",
-        *run_kind.overrides,
+        *(text.replace(FOLDER, str(config.parent)) for text in run_kind.overrides),
     ]
     quiet = ["--quiet"] if run_kind.what[0] in ("run", "retrain") else []
     return [*arguments, *quiet, *(part for setting in changed for part in ("--set", setting))]

@@ -5,7 +5,7 @@
 
 import pytest
 from crash.forks import Forks
-from crash.pipelines import command, write_inputs
+from crash.pipelines import command, write_agent, write_inputs
 from crash.servers import environment
 from crash.trials import Bench, chains
 from helpers.prefect_tables import create_migrated_database
@@ -36,6 +36,15 @@ def test_a_run_killed_at_point_after_point_ends_with_the_same_bits(bench, step):
         assert trial.failures == [], trial.name
         killed |= {kill.fault.partition(":")[0] for kill in trial.kills[: trial.killed]}
     assert killed == set(bench.order[KIND][::step]) and len(killed) >= 70 // step
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.slow
+def test_a_run_whose_episodes_an_agent_plays_ends_with_the_same_bits(bench):
+    write_agent(bench.folder)
+    bench.prepare_data(["agent"], times=1)
+    for trial in chains(bench, "agent", 4):
+        assert trial.failures == [], trial.name
 
 
 def list_points(*runs):
