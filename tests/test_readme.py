@@ -41,7 +41,7 @@ def test_the_python_fits_the_api():
 def test_the_yaml_is_a_configuration():
     from tasks.config import build_settings
 
-    [block] = blocks("yaml")
+    block, _ = blocks("yaml")
     settings = build_settings(yaml.safe_load(block), check_files=False)
     assert settings.stages.active == (
         "prepare_data",
@@ -53,6 +53,38 @@ def test_the_yaml_is_a_configuration():
         "promote",
     )
     assert settings.model.lora.rank == 16
+
+
+def test_the_agent_runs_as_it_stands(tmp_path, monkeypatch):
+    """Run the agent's ten lines against a stand-in of the package openai, and read its options."""
+    from types import SimpleNamespace as Object
+
+    from rl_core.environments import make_environment
+
+    code = blocks("python")[1]
+    assert len(code.splitlines()) <= 10
+    sent = []
+
+    def create(model, messages, tools):
+        sent.append((model, list(messages), tools))
+        calls = ["call"] if len(sent) == 1 else None
+        return Object(choices=[Object(message=Object(tool_calls=calls, content="7"))])
+
+    completions = Object(create=create)
+    monkeypatch.setitem(sys.modules, "openai", Object(chat=Object(completions=completions)))
+    tools = Object(TOOLS=["lookup"], run_tool=lambda call: f"result of {call}")
+    monkeypatch.setitem(sys.modules, "my_tools", tools)
+    monkeypatch.setenv("TASK_QUESTION", "code of a")
+    printed = []
+    exec(code, {"print": printed.append})
+    assert printed == ["7"] and [len(messages) for _, messages, _ in sent] == [1, 3]
+    assert sent[1][1][0]["content"] == "code of a" and sent[1][1][2] == "result of call"
+    options = yaml.safe_load(blocks("yaml")[1])["environment"]["options"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_agent.py").write_text(code)
+    (tmp_path / "my_rewards.py").write_text("def score(task, calls, result):\n    return 1.0\n")
+    (tmp_path / "tasks.jsonl").write_text('{"question": "a"}\n{"question": "b"}\n')
+    assert make_environment("agent", options).levels == ("all",)
 
 
 def test_the_command_finds_user_code_in_the_current_folder(tmp_path):
