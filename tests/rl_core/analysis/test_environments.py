@@ -39,7 +39,7 @@ def test_rates_and_differences_by_environment(result):
     assert metrics["analysis/sft/success_rate_by_environment/sums"] == 0.25
     assert metrics["analysis/policy/success_rate_by_environment/sums"] == 0.75
     assert metrics["analysis/policy/success_rate_by_environment/grid"] == 0.5
-    assert metrics["analysis/policy/success_rate_by_level/sums/easy"] == 0.75
+    assert metrics["analysis/policy/success_rate_by_level/sums_easy"] == 0.75
     written = json.loads(find_file(result, ".json").read_text())
     (pair,) = written["comparisons"]
     found = {row["name"]: row["success"]["difference"] for row in pair["by_environment"]}
