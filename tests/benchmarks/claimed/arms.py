@@ -257,7 +257,7 @@ PARTS: dict[str, Part] = {
     ),
     "credit": Part(
         "advantages by turn on walks of many turns",
-        "maze",
+        "walks",
         (
             Arm("grpo", {}, 20),
             Arm("ppo", dict(algorithm="ppo", critic=make_critic()), 20),

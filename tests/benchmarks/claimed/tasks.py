@@ -101,6 +101,21 @@ TASKS: dict[str, Task] = {
         max_tokens=160,
         max_turns=12,
     ),
+    # The same from a start that is right in half of the episodes: with 4e-3 it was a tenth on AVX2 alone.
+    "walks": Task(
+        "maze",
+        ("easy",),
+        ("easy",),
+        2500,
+        {"max_moves": 10},
+        context=256,
+        vocab_size=300,
+        epochs=5,
+        batch_size=16,
+        learning_rate=2e-3,
+        max_tokens=160,
+        max_turns=12,
+    ),
     # Questions in turn, each with a thought before its answer.
     "reckoning": Task(
         "reckoning",
