@@ -100,7 +100,8 @@ class AgentFolder:
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         """Create the folders, and task.json in the agent's; those of killed runs are removed first."""
-        _remove_stale_folders()
+        with _stale_lock:
+            _remove_stale_folders()
         self._session = SessionFolder(AGENT_PREFIX)
         self._root = self._session.path
         self.work, self.scratch = self._root / "work", self._root / "scratch"
@@ -128,6 +129,9 @@ class AgentFolder:
     def remove(self) -> None:
         """Remove everything."""
         self._session.close()
+
+
+_stale_lock = threading.Lock()  # episodes begin on several threads
 
 
 @functools.cache

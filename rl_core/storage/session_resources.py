@@ -56,14 +56,7 @@ class SessionFolder:
 
         It is removed by `close`, and at the latest when this object or the process ends.
         """
-        self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getuid()}-", dir=root))
-        try:
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-            self._lock = os.open(self.path / LOCK_FILE, flags, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        except BaseException:
-            _remove_session_folder(self.path, 0.0)
-            raise
+        self.path, self._lock = _create_locked_folder(f"{prefix}{os.getuid()}-", root)
         self._finalizer = weakref.finalize(
             self, _close_folder, self.path, self._lock, os.getpid(), 0.0
         )
@@ -77,6 +70,24 @@ class SessionFolder:
         """Release the lock and leave the folder, as a kill of the process does."""
         if self._finalizer.detach() is not None:
             os.close(self._lock)
+
+
+def _create_locked_folder(prefix: str, root: Path | None) -> tuple[Path, int]:
+    """Create a folder and lock it; another one if a run removed it before it was locked."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        lock = -1
+        try:
+            lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (path / LOCK_FILE).exists():
+                return path, lock
+            os.close(lock)
+        except BaseException:
+            if lock >= 0:
+                os.close(lock)
+            _remove_session_folder(path, 0.0)
+            raise
 
 
 def _close_folder(path: Path, lock: int, owner: int, seconds: float) -> None:

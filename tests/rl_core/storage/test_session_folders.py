@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,4 +126,32 @@ def test_a_folder_without_a_lock_file_is_not_left_behind(
     monkeypatch.setattr(session_resources.fcntl, "flock", refuse)
     with pytest.raises(OSError, match="no locks"):
         SessionFolder(root=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_being_created_is_not_removed(tmp_path):
+    """Other runs remove stale folders all the time; a new folder stays whole for its owner."""
+    has_ended = threading.Event()
+
+    def remove_folders():
+        while not has_ended.is_set():
+            remove_stale_session_folders(root=tmp_path)
+
+    def use_folder(_):
+        folder = SessionFolder(root=tmp_path)
+        (folder.path / "work").mkdir()
+        is_whole = (folder.path / "work").is_dir()
+        folder.close()
+        return is_whole
+
+    removers = [threading.Thread(target=remove_folders) for _ in range(2)]
+    for remover in removers:
+        remover.start()
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            assert all(threads.map(use_folder, range(400)))
+    finally:
+        has_ended.set()
+        for remover in removers:
+            remover.join()
     assert list(tmp_path.iterdir()) == []
