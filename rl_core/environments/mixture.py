@@ -26,6 +26,7 @@ from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import MixedEnvironmentSettings
 from rl_core.settings.base import build_settings
 from rl_core.settings.common import MIXTURE_ENVIRONMENT, check_mixture
+from rl_core.storage.atomic_files import make_folder
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class LabelledEnvironment(Environment):
         if type(self.inner).prepare is Environment.prepare:
             return {}
         path = build_part_folder(folder, self.name)
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         return self.inner.prepare(path, seed)
 
     def _find_inner_level(self, level: str) -> str:
