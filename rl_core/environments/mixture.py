@@ -111,7 +111,8 @@ class LabelledEnvironment(Environment):
         if type(self.inner).prepare is Environment.prepare:
             return {}
         path = build_part_folder(folder, self.name)
-        return self.inner.prepare(make_folder(path), seed)
+        make_folder(path)
+        return self.inner.prepare(path, seed)
 
     def _find_inner_level(self, level: str) -> str:
         self.check_level(level)
