@@ -89,7 +89,11 @@ def test_timeouts(tmp_path):
         ("model: {trust_remote_code: yes}", "model.trust_remote_code", "write true"),
         ("model: {presett: nano}", "model.presett", "unknown key; did you mean 'preset'?"),
         ("learning_rate: 1", "learning_rate", "it belongs to stages.sft, stages.distill, "),
-        ("zzz: 1", "zzz", "unknown key; known: environment, model, name, online, output"),
+        (
+            "zzz: 1",
+            "zzz",
+            "unknown key; known: environment, environments, model, name, online, output",
+        ),
         (
             "environment: {name: pixel_grid, options: 3}",
             "environment.options",
