@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.data.files import BadRow, describe_value
 from rl_core.data.messages import wrap_in_list
-from rl_core.data.training_sequences import TrainingSequence, truncate_sequences
 from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from rl_core.data.training_sequences import TrainingSequence
 
 RECORDED = "recorded episode"  # name of the format
 # Columns of a row besides `messages` and `sequences`; `crc` is the checksum of its line.
@@ -108,6 +110,8 @@ def build_recorded_sequences(
         max_tokens: see `build_training_sequences`.
     Raises: DataError if another tokenizer recorded the episode, or no loss is left.
     """
+    from rl_core.data.training_sequences import truncate_sequences  # with numpy, for training alone
+
     recorded = row["tokenizer"]
     if recorded is not None and tokenizer is not None and recorded != tokenizer:
         raise DataError(
