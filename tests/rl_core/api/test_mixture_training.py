@@ -1,5 +1,6 @@
 """Training on several environments: what may be passed, metrics by environment, resume with equal bits, evaluation."""
 
+import contextlib
 import dataclasses
 from collections import Counter
 
@@ -7,6 +8,7 @@ import pytest
 from helpers.library import Echo, EchoEpisode, have_equal_tensors, settings, small_policy, weights
 
 import rl_core
+from rl_core.errors import NothingLearned
 from rl_core.tracking import MemoryTracker
 
 PART = rl_core.MixturePart
@@ -165,7 +167,10 @@ def test_a_curriculum_names_environments_and_watches_one(tmp_path):
         rl_core.CurriculumStage(name="second", levels={"echo": 1.0, "even/only": 1.0}),
     )
     training = build(parts(), tmp_path, curriculum=stages)
-    training.run()
+    with contextlib.suppress(
+        NothingLearned
+    ):  # an untrained model may earn nothing in four iterations
+        training.run()
     rows = list(rl_core.iter_rewards(tmp_path))
     assert {row["level"] for row in rows if row["iteration"] == 0} == {"even/only"}
     assert {row["level"] for row in rows if row["iteration"] > 0} > {"even/only"}
