@@ -183,7 +183,11 @@ def test_a_curriculum_names_environments_and_watches_one(tmp_path):
     with pytest.raises(rl_core.SettingsError, match="did you mean 'even'"):
         build(parts(), curriculum=(wrong, stages[1]))
     with pytest.raises(rl_core.SettingsError, match="there is one environment"):
-        build(Echo(), curriculum=(dataclasses.replace(wrong, levels={"low": 1.0}), stages[1]))
+        alone = [
+            dataclasses.replace(stage, levels={level: 1.0})
+            for stage, level in ((wrong, "low"), (stages[1], "high"))
+        ]
+        build(Echo(), curriculum=tuple(alone))
 
 
 def test_an_evaluation_has_every_environment():
