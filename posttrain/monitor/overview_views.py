@@ -231,8 +231,8 @@ def build_environment_table(
         return None
     window = max(1, choice.window)
 
-    def format_mean(metric: str, name: str, *, is_share: bool) -> str:
-        series = training.get(f"{metric}/{name}")
+    def format_mean(prefix: str, name: str, *, is_share: bool) -> str:
+        series = training.get(prefix + name)
         if series is None:
             return MISSING_VALUE
         mean = series.compute_mean(window)
@@ -240,9 +240,9 @@ def build_environment_table(
 
     rows = []
     for name in sorted(names):
-        row = [name, format_mean("train/rollout_share_by_environment", name, is_share=True)]
-        row.append(format_mean("train/success_rate_by_environment", name, is_share=True))
-        row.append(format_mean("reward/mean_by_environment", name, is_share=False))
+        row = [name, format_mean(prefix, name, is_share=True)]
+        row.append(format_mean("train/success_rate_by_environment/", name, is_share=True))
+        row.append(format_mean("reward/mean_by_environment/", name, is_share=False))
         for label in models:
             rate = _find_environment_rates(evaluations, label).get(name)
             row.append(MISSING_VALUE if rate is None else format_percent(rate))
