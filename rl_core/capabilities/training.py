@@ -48,7 +48,8 @@ def check_training_forward(model: Any, device: str | None = None) -> Decision:
     return build_decision(
         "training forward",
         _find_training_obstacles(trunk, device),
-        "known family in float32 on a CPU: layers see real tokens only",
+        "known family in float32 on a CPU: layers see real tokens only"
+        + (", products round to bfloat16" if gemm.multiplies_in_bfloat16() else ""),
         "transformers' own forward pass over padded rows",
     )
 
@@ -67,7 +68,12 @@ def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     if weight.dtype != torch.float32:
         yield f"its weights are {format_dtype(weight)}, and this path computes in float32"
     if torch.is_autocast_enabled("cpu"):
-        yield "autocast is on, and this path computes in float32"
+        if not gemm.multiplies_in_bfloat16():
+            yield "autocast is on, and no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
+        elif not attention_kernel.AttentionKernel.supports_head_dim(
+            trunk.layers[0].self_attn.head_dim
+        ):
+            yield "autocast is on, and attention over heads of this size needs torch's kernel"
     if getattr(config, "_attn_implementation", None) != "sdpa":
         yield f"attention is set to '{getattr(config, '_attn_implementation', None)}'; this path replaces 'sdpa'"
     if config.hidden_act != "silu":

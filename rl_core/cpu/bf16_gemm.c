@@ -11,12 +11,8 @@
  * A kernel computes any number of rows, because a row's bits must not depend on the rows that share its step.
  */
 
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-
 #include "decode_ops.h"
-#include "bf16_panels.h"
+#include "bf16_dots.h"
 
 #define GROUPED 4 /* most panels at a time: a single row has too few sums to hide the latency of an addition */
 
@@ -48,19 +44,6 @@ void bf16_pack_right(const uint16_t *w, int64_t lines, int64_t depth, int32_t *o
 int64_t bf16_packed_room(int64_t threads) {
     return threads * (ROWS * LINE + DEEP * PANEL) * (int64_t)sizeof(float);
 }
-
-#ifdef __AVX512BF16__
-#define HAS_DOTS
-INLINE vf add_dots(vf sums, vi a, vi b) {
-    return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);
-}
-#elif defined(DOTS_STAND_IN) /* in tests: what the instruction computes, but for denormal numbers (Intel's manual) */
-#define HAS_DOTS
-INLINE vf add_dots(vf sums, vi a, vi b) {
-    sums += later_of(a) * later_of(b);
-    return sums + earlier_of(a) * earlier_of(b);
-}
-#endif
 
 /* c [m, panels * PANEL] (+)= a b; panels are `apart`. The left operand is float32, or for dots pairs of bfloat16; its rows
  * are LINE dwords apart. `next` is prefetched as b is read. */

@@ -1,6 +1,8 @@
-"""Float32 matrix products of training: by bfloat16 tiles (`amx_gemm.c`), or by vectors (`vector_gemm.c`).
+"""Matrix products of training: in float32 by bfloat16 tiles (`amx_gemm.c`) or by vectors (`vector_gemm.c`), and in
+bfloat16 by tiles or dot products (`bf16_linear.c`).
 
-Tiles are as exact as float32: each number is split into three bfloat16 parts, whose products are added in float32.
+In float32, tiles are as exact as vectors: each number is split into three bfloat16 parts, whose products are added in
+float32. In bfloat16, operands are float32 in memory and rounded for the product; sums and results are float32.
 
 N rows, I inputs, O outputs.
 """
@@ -235,6 +237,28 @@ def load_vectors() -> Gemm | None:
     if code is None or not code.vectors_ready():
         return None
     return Gemm(code, "vector_product", "vector_gemm_room")
+
+
+@functools.cache
+def load_bf16_gemm() -> Gemm | None:
+    """Load products of operands rounded to bfloat16; return None without compiled code or a processor that multiplies
+    bfloat16 (AVX-512 BF16, AMX).
+    """
+    code = build.load_library()
+    if code is None or not code.vectors_ready():
+        return None
+    if code.tiles_ready():
+        return Gemm(code, "bf16_tiles_linear", "amx_gemm_room")
+    return Gemm(code, "bf16_dots_linear", "bf16_linear_room") if code.dots_ready() else None
+
+
+def multiplies_in_bfloat16() -> bool:
+    """Return whether autocast to bfloat16 is on and this module computes its products."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") == torch.bfloat16
+        and load_bf16_gemm() is not None
+    )
 
 
 @contextmanager

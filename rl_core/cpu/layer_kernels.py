@@ -1,7 +1,8 @@
-"""Parts of a transformer layer with their own backward passes: linear layers, RMS norms, SwiGLU gates.
+"""Parts of a transformer layer with their own backward passes: RMS norms, SwiGLU gates, the products of linear layers.
 
 They make fewer passes over memory than autograd. On a CPU they run compiled code (`norm_and_gate.c`, `gemm.py`) if
-available, otherwise torch's kernels.
+available, otherwise torch's kernels. Under autocast to bfloat16, compiled linear layers round the operands of their
+products; states, gradients and everything else stay float32.
 
 N tokens, H hidden, I width of the MLP, O outputs of linear layers.
 """
@@ -14,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -143,38 +143,6 @@ def load_norm_and_gate() -> NormAndGateKernels | None:
     return NormAndGateKernels(code) if code is not None else None
 
 
-def apply_linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """Apply several linear layers to one input, side by side: [N, sum of O]; layers with adapters are called
-    normally.
-
-    Layer classes that can apply several of their kind at a time have a method `apply_together`.
-    """
-    apply_together = getattr(type(modules[0]), "apply_together", None)
-    if apply_together is not None:
-        out_NO: torch.Tensor = apply_together(modules[0], x_NI, modules)
-        return out_NO
-    if all(_is_unhooked_linear(module) for module in modules):
-        weights = [module.weight for module in modules]
-        biases = [module.bias for module in modules if module.bias is not None]
-        if len(biases) in (0, len(weights)):
-            linear_NO: torch.Tensor = _Linear.apply(x_NI, len(weights), *weights, *biases)
-            return linear_NO
-    if len(modules) == 1:
-        single_NO: torch.Tensor = modules[0](x_NI)
-        return single_NO
-    return torch.cat([module(x_NI) for module in modules], dim=1)
-
-
-def _is_unhooked_linear(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return type(module) is nn.Linear and not any(hooks)
-
-
 def apply_rms_norm(x_NH: torch.Tensor, module: Any) -> torch.Tensor:
     """Compute x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
     normed: torch.Tensor = _Norm.apply(x_NH, module.weight, module.variance_epsilon)
@@ -199,9 +167,15 @@ def apply_gated_silu(both_NI: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def compute_linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Compute x W^T of several weights [O_i, I], side by side, without gradient."""
-    compiled = _select_gemm(x_NI, *weights)
+def compute_linear(
+    x_NI: torch.Tensor, weights: Sequence[torch.Tensor], *, in_bf16: bool = False
+) -> torch.Tensor:
+    """Compute x W^T of several weights [O_i, I], side by side, without gradient.
+
+    Args:
+        in_bf16: round float32 operands on a CPU to bfloat16, if `gemm.load_bf16_gemm` has products for it.
+    """
+    compiled = _select_gemm(x_NI, *weights, in_bf16=in_bf16)
     if compiled is not None:
         return compiled.compute_linear(
             _ensure_contiguous_rows(x_NI), [_ensure_contiguous_rows(weight) for weight in weights]
@@ -215,9 +189,11 @@ def compute_linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch
     return out_NO
 
 
-def compute_input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def compute_input_grad(
+    grad_NO: torch.Tensor, weights: Sequence[torch.Tensor], *, in_bf16: bool = False
+) -> torch.Tensor:
     """Compute the gradient of `compute_linear`'s input from that of its result."""
-    compiled = _select_gemm(grad_NO, *weights)
+    compiled = _select_gemm(grad_NO, *weights, in_bf16=in_bf16)
     if compiled is not None:
         return compiled.compute_input_grad(
             _ensure_contiguous_rows(grad_NO),
@@ -230,9 +206,11 @@ def compute_input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -
     return grad_NI
 
 
-def compute_weight_grad(grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+def compute_weight_grad(
+    grad_NO: torch.Tensor, x_NI: torch.Tensor, *, in_bf16: bool = False
+) -> torch.Tensor:
     """Compute the gradient of `compute_linear`'s weights, stacked."""
-    compiled = _select_gemm(grad_NO, x_NI)
+    compiled = _select_gemm(grad_NO, x_NI, in_bf16=in_bf16)
     if compiled is None:
         return grad_NO.t() @ x_NI
     return compiled.compute_weight_grad(
@@ -240,9 +218,11 @@ def compute_weight_grad(grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tens
     )
 
 
-def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+def add_weight_grad(
+    sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor, *, in_bf16: bool = False
+) -> None:
     """Add the gradient of the weights to the contiguous `sum_OI`, without another tensor of its size."""
-    compiled = _select_gemm(grad_NO, x_NI, sum_OI)
+    compiled = _select_gemm(grad_NO, x_NI, sum_OI, in_bf16=in_bf16)
     if compiled is not None:
         compiled.add_weight_grad(
             sum_OI, _ensure_contiguous_rows(grad_NO), _ensure_contiguous_rows(x_NI)
@@ -251,47 +231,16 @@ def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Ten
         sum_OI.addmm_(grad_NO.t(), x_NI)
 
 
-def _select_gemm(*operands: torch.Tensor) -> gemm.Gemm | None:
+def _select_gemm(*operands: torch.Tensor, in_bf16: bool) -> gemm.Gemm | None:
     """Return the compiled products if they support the operands, otherwise None."""
     for operand in operands:
         if operand.device.type != "cpu" or operand.dtype != torch.float32 or not operand.numel():
             return None
-    return gemm.load_gemm()
+    return (gemm.load_bf16_gemm() if in_bf16 else None) or gemm.load_gemm()
 
 
 def _ensure_contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
-
-
-class _Linear(torch.autograd.Function):
-    """Linear layers of one input; parameters are the weights, then as many biases or none."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_NI: torch.Tensor, count: int, *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        weights, biases = parameters[:count], parameters[count:]
-        ctx.save_for_backward(x_NI, *weights)
-        ctx.count = count
-        out_NO = compute_linear(x_NI, weights)
-        return out_NO.add_(torch.cat(biases)) if biases else out_NO
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
-        x_NI, *weights = ctx.saved_tensors
-        needs_x, _, *needs = ctx.needs_input_grad
-        grad_x = compute_input_grad(grad_NO, weights) if needs_x else None
-        sizes = [len(weight) for weight in weights]
-        grads: list[torch.Tensor | None] = [None] * len(needs)
-        if any(needs[: ctx.count]):
-            grads[: ctx.count] = compute_weight_grad(grad_NO, x_NI).split(sizes)
-        if any(needs[ctx.count :]):
-            grads[ctx.count :] = grad_NO.sum(0).split(sizes)
-        needed_grads = [
-            grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)
-        ]
-        return grad_x, None, *needed_grads
 
 
 def _select_norm_and_gate(x: torch.Tensor, width: int) -> NormAndGateKernels | None:

@@ -26,7 +26,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rl_core.cpu import attention_kernel
-from rl_core.cpu.layer_kernels import add_norm, apply_gated_silu, apply_linears, apply_rms_norm
+from rl_core.cpu.layer_kernels import add_norm, apply_gated_silu, apply_rms_norm
+from rl_core.cpu.linear_layers import apply_linears
 from rl_core.cpu.prefix_tree import MIN_SHARED_SHARE, PrefixTree, build_separate_trees
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch

@@ -359,7 +359,7 @@ class PackedLinear:
 
         Args:
             scale_I: multiplies the inputs; only without `in_bf16`.
-            in_bf16: round weights and biases to bfloat16; inputs and results are float32.
+            in_bf16: round weights to bfloat16; biases, inputs and results are float32.
         """
         weights = [weight for weight, _ in linears]
         self._size, self._scale_I = sum(len(weight) for weight in weights), scale_I
@@ -397,7 +397,7 @@ class PackedLinear:
                     for weight, bias in linears
                 ]
             )
-            self._bias = joined_O.bfloat16().float() if in_bf16 else joined_O
+            self._bias = joined_O.float() if in_bf16 else joined_O
 
     def read_packed_weight(self) -> tuple[PackedOperand, torch.Tensor | None]:
         """Return weight and bias; the weight must be packed for the compiled kernels."""

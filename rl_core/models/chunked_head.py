@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from rl_core.cpu.gemm import multiplies_in_bfloat16
 from rl_core.cpu.layer_kernels import add_weight_grad, compute_input_grad, compute_linear
 from rl_core.cpu.low_rank import AdapterSpan, AdapterSpans, add_low_rank, compute_low_rank_grads
 
@@ -49,7 +50,11 @@ def compute_selected_logprobs(
     Returns: logprobs of the targets' shape and entropy [N] or None, in nats; float32, or float64 for float64 input.
     """
     device = hidden_NH.device.type
-    if torch.is_autocast_enabled(device):
+    # compiled products round their operands themselves, so that the head is not copied
+    in_bf16 = hidden_NH.dtype == weight_VH.dtype == torch.float32 and (
+        device == "cpu" and multiplies_in_bfloat16()
+    )
+    if torch.is_autocast_enabled(device) and not in_bf16:
         dtype = torch.get_autocast_dtype(device)
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
         bias_V = bias_V.to(dtype) if bias_V is not None else None
@@ -65,6 +70,7 @@ def compute_selected_logprobs(
         temperatures_N,
         with_entropy,
         chunk_tokens,
+        in_bf16,
         spans,
         *factors,
     )
@@ -89,6 +95,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         temperatures_N: torch.Tensor | None,
         with_entropy: bool,
         chunk: int,
+        in_bf16: bool,
         spans: AdapterSpans,
         *factors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,6 +112,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 bias_V,
                 _slice_optional(temperatures_N, part),
                 _clip_spans(spans, start, start + chunk, count),
+                in_bf16=in_bf16,
             )
             logprobs_N[part] = log_p_CV.gather(1, _to_columns(targets_N[part])).view(
                 targets_N[part].shape
@@ -118,7 +126,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, *cached
         )
-        ctx.chunk, ctx.spans, ctx.count = chunk, spans, len(factors)
+        ctx.chunk, ctx.spans, ctx.count, ctx.in_bf16 = chunk, spans, len(factors), in_bf16
         # an entropy that is only logged costs the backward pass nothing
         ctx.set_materialize_grads(False)
         if not with_entropy:
@@ -156,7 +164,12 @@ class _SelectedLogprobs(torch.autograd.Function):
                 log_p_CV, saved = cached[0], cached[1:]
             else:
                 log_p_CV, saved = _compute_log_softmax(
-                    hidden_NH[part], weight_VH, bias_V, _slice_optional(temperatures_N, part), spans
+                    hidden_NH[part],
+                    weight_VH,
+                    bias_V,
+                    _slice_optional(temperatures_N, part),
+                    spans,
+                    in_bf16=ctx.in_bf16,
                 )
                 if bias_V is not None:
                     log_p_CV.clamp_(min=_MIN_LOGPROB)
@@ -179,18 +192,19 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_factors.add_chunk(start, start + ctx.chunk, grads)
             grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[part] = compute_input_grad(grad_CV, [weight_VH])
+                grad_hidden_NH[part] = compute_input_grad(grad_CV, [weight_VH], in_bf16=ctx.in_bf16)
                 if added_CH is not None:
                     grad_hidden_NH[part] += added_CH
             if grad_weight_VH is not None:
                 if accurate == weight_VH.dtype:
-                    add_weight_grad(grad_weight_VH, grad_CV, hidden_NH[part])
+                    add_weight_grad(grad_weight_VH, grad_CV, hidden_NH[part], in_bf16=ctx.in_bf16)
                 else:
                     grad_weight_VH += grad_CV.t() @ hidden_NH[part]
         return (
             grad_hidden_NH,
             grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None,
             grad_bias_V.to(bias_V.dtype) if grad_bias_V is not None else None,
+            None,
             None,
             None,
             None,
@@ -267,7 +281,7 @@ def compute_log_softmax_chunk(
     temperatures_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute log softmax of the logits over the temperatures, [C, V], in at least float32."""
-    return _compute_log_softmax(hidden_CH, weight_VH, bias_V, temperatures_C, [])[0]
+    return _compute_log_softmax(hidden_CH, weight_VH, bias_V, temperatures_C, [], in_bf16=False)[0]
 
 
 def _compute_log_softmax(
@@ -276,11 +290,13 @@ def _compute_log_softmax(
     bias_V: torch.Tensor | None,
     temperatures_C: torch.Tensor | None,
     spans: Sequence[AdapterSpan],
+    *,
+    in_bf16: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Compute as `compute_log_softmax_chunk`, with adapters; also return the `saved` argument of
     `compute_low_rank_grads`.
     """
-    logits_CV = compute_linear(hidden_CH, [weight_VH])
+    logits_CV = compute_linear(hidden_CH, [weight_VH], in_bf16=in_bf16)
     saved: list[torch.Tensor] = []
     if spans:
         logits_CV = logits_CV.to(promote_to_float32(logits_CV.dtype))

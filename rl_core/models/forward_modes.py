@@ -41,7 +41,7 @@ def enable_autocast(
 
 
 def resolve_autocast(precision: AutocastPrecision, device_type: str) -> AutocastPrecision:
-    """Return the precision that a device computes in: float32 on a processor for which torch has no bfloat16 kernels.
+    """Return the precision that a device computes in: float32 on a processor that has no instructions for bfloat16.
 
     There a bfloat16 product takes many times as long as a float32 one. POSTTRAIN_BFLOAT16=1 computes in bfloat16
     anyway, as to reproduce the rounding of another machine.
@@ -53,10 +53,11 @@ def resolve_autocast(precision: AutocastPrecision, device_type: str) -> Autocast
 
 
 def has_bfloat16_kernels() -> bool:
-    """Return whether torch has fast matrix products in bfloat16 for this processor (AVX-512 or AMX)."""
+    """Return whether this processor multiplies bfloat16 (AVX-512 BF16 or AMX) and torch has kernels for it."""
     if os.environ.get("POSTTRAIN_BFLOAT16") == "1":
         return True
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return bool(has_instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def warn_about_slow_weights(model: nn.Module) -> None:
@@ -73,7 +74,7 @@ def warn_about_slow_weights(model: nn.Module) -> None:
 @functools.cache
 def _explain_float32() -> None:
     logger.warning(
-        "autocast: bfloat16 is off: torch has no bfloat16 kernels for this processor (%s), and float32 is faster; "
+        "autocast: bfloat16 is off: this processor (%s) has no instructions for bfloat16, and float32 is faster; "
         "POSTTRAIN_BFLOAT16=1 computes in bfloat16 anyway",
         torch.backends.cpu.get_cpu_capability(),
     )

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from rl_core.cpu.layer_kernels import apply_linears
+from rl_core.cpu.linear_layers import apply_linears
 from rl_core.cpu.low_rank import AdapterSpan, AdapterSpans, add_low_rank, write_low_rank_grads
 from rl_core.cpu.packed_forward import RowGroups
 
@@ -259,7 +259,7 @@ class _RoutedLinear(nn.Module):
 
     def apply_together(self, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear]) -> torch.Tensor:
         """Apply several routed layers to one input, side by side (see
-        `cpu.layer_kernels.apply_linears`).
+        `cpu.linear_layers.apply_linears`).
         """
         out_NO = apply_linears(x_NI, [layer.base_layer for layer in layers])
         widths = [layer.weight.shape[0] for layer in layers]

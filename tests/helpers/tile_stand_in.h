@@ -52,6 +52,17 @@ STAND_IN __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const float *x) {
     return out;
 }
 STAND_IN void _mm512_mask_storeu_ps(float *to, __mmask16 mask, __m512 x) { EACH if (mask >> i & 1) to[i] = x[i]; }
+#define _CMP_UNORD_Q 3 /* the only comparison in use: one of both is NaN */
+STAND_IN __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int which) {
+    __mmask16 mask = 0;
+    (void)which;
+    EACH mask |= (__mmask16)((a[i] != a[i] || b[i] != b[i]) << i);
+    return mask;
+}
+STAND_IN __m512i _mm512_mask_or_epi32(__m512i from, __mmask16 mask, __m512i a, __m512i b) {
+    EACH if (mask >> i & 1) from[i] = a[i] | b[i];
+    return from;
+}
 /* 0xF8: a | (b & c), the only table in use. */
 #define _mm512_ternarylogic_epi32(a, b, c, table) ((a) | ((b) & (c)))
 APART __m512i unpacked(__m512i a, __m512i b, int size, int high) { /* size: dwords, within each quarter */

@@ -25,6 +25,7 @@ def way(request, monkeypatch):
         pytest.skip(f"needs a C compiler and a processor with {request.param}")
     monkeypatch.setattr(gemm, "load_gemm", products)
     if request.param == "torch":
+        monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: None)
         monkeypatch.setattr(layer_kernels, "load_norm_and_gate", lambda: None)
         monkeypatch.setattr(attention_kernel, "load_attention_kernel", lambda: None)
         monkeypatch.setattr(low_rank, "load_low_rank", lambda: None)

@@ -178,11 +178,8 @@ def test_failed_start_is_explained_and_stops_the_others(world):
     (world.output / "prefect.breaks").touch()
     for options in ((), ("--detach",)):
         code, text = world.call("up", *options)
-        assert (
-            code == 1
-            and "the prefect server ended with exit code 4; another process has taken the port"
-            in text
-        )
+        explained = "the prefect server ended with exit code 4; another process has taken the port"
+        assert code == 1 and explained in text, text
         assert world.list_leftovers() == []
 
 

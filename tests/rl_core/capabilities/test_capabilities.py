@@ -48,7 +48,7 @@ from rl_core.capabilities import (
     inspect_capabilities,
     training,
 )
-from rl_core.cpu import fused_decode, gemm, packed_gemm
+from rl_core.cpu import attention_kernel, fused_decode, gemm, packed_gemm
 
 SIZES = {
     "hidden_size": 64,
@@ -354,12 +354,20 @@ def test_dropout_matters_only_in_training_mode():
     assert check_prefix_sharing(adapted.eval()).allowed
 
 
-def test_autocast_is_left_to_transformers():
+def test_autocast_needs_compiled_products_and_attention(monkeypatch):
+    monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (
             check_training_forward(create_llama()).reason
-            == "autocast is on, and this path computes in float32"
+            == "autocast is on, and no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
         )
+        monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: object())
+        decision = check_training_forward(create_llama())
+        assert decision.allowed and decision.reason.endswith("products round to bfloat16")
+        monkeypatch.setattr(
+            attention_kernel.AttentionKernel, "supports_head_dim", staticmethod(lambda size: False)
+        )
+        assert "needs torch's kernel" in check_training_forward(create_llama()).reason
 
 
 def test_weights_sharded_by_layer_are_left_to_transformers(monkeypatch):

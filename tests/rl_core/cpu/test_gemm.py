@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.tile_code import tile_code
 
-from rl_core.cpu import gemm, layer_kernels
+from rl_core.cpu import gemm, linear_layers
 
 SHAPES = [
     (1, 1, 1),
@@ -174,7 +174,7 @@ def test_backward_passes_use_row_invariant_products(monkeypatch):
     for rows in (1, 301):
         part_NI = x_NI[:rows].clone().requires_grad_(True)
         with gemm.use_row_invariant_products():
-            layer_kernels.apply_linears(
+            linear_layers.apply_linears(
                 part_NI, [layer.requires_grad_(False)]
             ).square().sum().backward()
         grads.append(part_NI.grad[0])

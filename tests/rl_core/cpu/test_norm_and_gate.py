@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rl_core.cpu import layer_kernels
+from rl_core.cpu import layer_kernels, linear_layers
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_linear_layers_side_by_side(way, numbers, has_bias):
     modules = [nn.Linear(40, size, bias=has_bias) for size in (32, 16, 5)]
     x = torch.randn(70, 40, generator=numbers)
     x.requires_grad_()
-    result = layer_kernels.apply_linears(x, modules)
+    result = linear_layers.apply_linears(x, modules)
     doubles = [nn.Linear(40, size, bias=has_bias).double() for size in (32, 16, 5)]
     for module_32, module_64 in zip(modules, doubles, strict=True):
         module_64.load_state_dict(module_32.state_dict())
@@ -115,7 +115,7 @@ def test_no_rows(way):
     """As in a micro-batch without a token that carries loss."""
     modules = [nn.Linear(16, 16), nn.Linear(16, 32)]
     x = torch.zeros(0, 16, requires_grad=True)
-    layer_kernels.apply_gated_silu(layer_kernels.apply_linears(x, modules)[:, :32]).sum().backward()
+    layer_kernels.apply_gated_silu(linear_layers.apply_linears(x, modules)[:, :32]).sum().backward()
     assert all(
         torch.equal(p.grad, torch.zeros_like(p)) for module in modules for p in module.parameters()
     )
@@ -140,10 +140,10 @@ def test_what_is_frozen_gets_no_gradient(way, numbers):
     frozen, free = nn.Linear(16, 16), nn.Linear(16, 32)
     frozen.requires_grad_(False)
     x = torch.randn(20, 16, generator=numbers)
-    layer_kernels.apply_linears(x, [frozen, free]).sum().backward()
+    linear_layers.apply_linears(x, [frozen, free]).sum().backward()
     assert frozen.weight.grad is None and frozen.bias.grad is None
     torch.testing.assert_close(free.weight.grad, x.sum(0).expand(32, 16), rtol=1e-5, atol=1e-5)
-    assert not layer_kernels.apply_linears(x, [frozen, frozen]).requires_grad
+    assert not linear_layers.apply_linears(x, [frozen, frozen]).requires_grad
 
 
 def test_a_layer_of_another_kind_is_called_itself(numbers):
@@ -153,14 +153,14 @@ def test_a_layer_of_another_kind_is_called_itself(numbers):
 
     linear, other, x = nn.Linear(16, 16), Doubled(16, 16), torch.randn(3, 16, generator=numbers)
     assert torch.equal(
-        layer_kernels.apply_linears(x, [linear, other]), torch.cat([linear(x), other(x)], dim=1)
+        linear_layers.apply_linears(x, [linear, other]), torch.cat([linear(x), other(x)], dim=1)
     )
     events = []
     linear.register_forward_hook(lambda *event: events.append("forward"))
-    layer_kernels.apply_linears(x, [linear])
+    linear_layers.apply_linears(x, [linear])
     free = nn.Linear(16, 16)
     free.register_full_backward_hook(lambda *event: events.append("backward"))
-    layer_kernels.apply_linears(x.requires_grad_(), [free]).sum().backward()
+    linear_layers.apply_linears(x.requires_grad_(), [free]).sum().backward()
     assert events == ["forward", "backward"]
 
 

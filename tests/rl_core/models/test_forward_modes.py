@@ -16,12 +16,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def processor(monkeypatch):
-    """Pretend that torch has bfloat16 kernels for this processor, or has none."""
+    """Pretend that torch has bfloat16 kernels for this processor, and the processor instructions for them, or not."""
 
-    def pretend(has_kernels):
+    def pretend(has_kernels, has_instructions=True):
         monkeypatch.delenv("POSTTRAIN_BFLOAT16", raising=False)
         mkldnn = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: has_kernels)
         monkeypatch.setattr(forward_modes.torch.ops, "mkldnn", mkldnn, raising=False)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
         forward_modes._explain_float32.cache_clear()
 
     yield pretend
@@ -44,6 +46,13 @@ def test_autocast_rounds_only_where_it_is_worth_it(processor, caplog, has_kernel
     with enable_autocast("bfloat16", CPU):
         multiply()
     assert caplog.text.count("autocast: bfloat16 is off") == (0 if has_kernels else 1)
+
+
+def test_vectors_without_the_instructions_compute_in_float32(processor):
+    """torch emulates bfloat16 on every processor with AVX-512, which is slower than float32."""
+    processor(has_kernels=True, has_instructions=False)
+    with enable_autocast("bfloat16", CPU):
+        assert multiply().dtype == torch.float32
 
 
 def test_a_variable_computes_in_bfloat16_anyway(processor, monkeypatch):

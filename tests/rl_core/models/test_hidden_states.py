@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.tile_code import dots_code, tile_code
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -17,7 +18,7 @@ from transformers import (
 )
 
 from rl_core.capabilities import check_training_forward
-from rl_core.cpu import packed_forward
+from rl_core.cpu import gemm, packed_forward
 from rl_core.errors import DataError
 from rl_core.models.hidden_states import compute_hidden_states
 from rl_core.models.lora import add_adapter, unwrap_model
@@ -302,10 +303,70 @@ def test_whatever_differs_is_left_to_transformers(kind):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_autocast_is_left_to_transformers():
-    model = create_model()
+@pytest.fixture
+def bf16_products(way, monkeypatch):
+    """Round products to bfloat16 by the instructions of this processor, or by code in their place."""
+    if way == "torch":
+        pytest.skip("needs compiled code")
+    code, names = {
+        "tiles": (tile_code, ("bf16_tiles_linear", "amx_gemm_room")),
+    }.get(way, (dots_code, ("bf16_dots_linear", "bf16_linear_room")))
+    products = gemm.Gemm(code(), *names)
+    monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: products)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("adapts", [False, True])
+def test_autocast_rounds_no_more_than_transformers(family, adapts, bf16_products):
+    """States and gradients are nearer to those of float32 than transformers' under autocast."""
+    model, batch = create_model(family), build_batch()
+    if adapts:
+        model = add_adapter(model, LoraSettings(rank=4, alpha=8.0))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.05)
+    base, read_BS = unwrap_model(model), batch.attention_mask_BS
+    exact = compute_gradients(model, read_BS, compute_expected_states(base, batch))
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        assert check_training_forward(base).reason.endswith("products round to bfloat16")
+        states_BSH = compute_hidden_states(base, batch)
+        expected_BSH = compute_expected_states(base, batch)
+    assert states_BSH.dtype == torch.float32
+    packed = compute_gradients(model, read_BS, states_BSH)
+    peer = compute_gradients(model, read_BS, expected_BSH)
+    assert packed[1].keys() == exact[1].keys()
+    assert 0 < compute_distance(packed[0], exact[0]) < compute_distance(peer[0], exact[0])
+    ours, theirs = (
+        {name: compute_distance(side[1][name], true) for name, true in exact[1].items()}
+        for side in (packed, peer)
+    )
+    assert 0 < sum(ours.values()) < sum(theirs.values())
+    assert all(0 < ours[name] < max(1.5 * theirs[name], 5e-3) for name in exact[1])
+
+
+def test_rows_round_alike_in_any_company(bf16_products):
+    model, batch = create_model(), build_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), torch.no_grad():
+        states_BSH = compute_hidden_states(model, batch)
+        for row, length in enumerate(LENGTHS):
+            alone = TrainBatch(
+                batch.input_ids_BS[row : row + 1, :length],
+                batch.attention_mask_BS[row : row + 1, :length],
+                batch.loss_mask_BS[row : row + 1, :length],
+            )
+            assert torch.equal(compute_hidden_states(model, alone)[0], states_BSH[row, :length])
+
+
+def test_autocast_without_compiled_products_is_left_to_transformers(monkeypatch):
+    monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: None)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not check_training_forward(model).allowed
+        assert "no compiled products in bfloat16" in check_training_forward(create_model()).reason
+
+
+def test_autocast_to_another_type_is_left_to_transformers(bf16_products):
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert not check_training_forward(create_model()).allowed
 
 
 def test_dropout_does_not_matter_in_eval():

@@ -266,9 +266,11 @@ def test_the_head_sees_only_positions_that_carry_loss(monkeypatch: pytest.Monkey
     rows: list[int] = []
     original = chunked_head._compute_log_softmax
 
-    def count_rows(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def count_rows(
+        hidden: torch.Tensor, *rest: Any, **options: Any
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         rows.append(len(hidden))
-        return original(hidden, *rest)
+        return original(hidden, *rest, **options)
 
     monkeypatch.setattr(chunked_head, "_compute_log_softmax", count_rows)
     model, batch = make_model(), make_batch()
