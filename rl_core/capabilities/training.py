@@ -29,6 +29,7 @@ from rl_core.cpu.packed_forward import has_active_dropout
 from rl_core.distributed.sharding import is_sharded_module
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_NO_PRODUCTS = "no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
 _NO_TRIAL_REASON = "found by a trial run when training starts; only the configuration was read here"
 # of a packed row's difference from a sequence alone in one whose sequences are mixed; rounding in bfloat16 over 48
 # layers of large weights is below 0.1, positions or masks that are wrong are near 1
@@ -48,10 +49,15 @@ def check_training_forward(model: Any, device: str | None = None) -> Decision:
     return build_decision(
         "training forward",
         _find_training_obstacles(trunk, device),
-        "known family in float32 on a CPU: layers see real tokens only"
-        + (", products round to bfloat16" if gemm.multiplies_in_bfloat16() else ""),
+        "known family on a CPU: layers see real tokens only, "
+        + ("products round to bfloat16" if _rounds_products(trunk) else "all in float32"),
         "transformers' own forward pass over padded rows",
     )
+
+
+def _rounds_products(trunk: Any) -> bool:
+    is_half = next(trunk.parameters()).dtype == torch.bfloat16
+    return is_half or gemm.multiplies_in_bfloat16()
 
 
 def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
@@ -60,16 +66,17 @@ def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     # a sharded layer's weights are complete only while it is called itself
     if is_sharded_module(trunk.layers[0]):
         yield "its weights are sharded layer by layer among processes"
-    # A GPU has fused attention over several sequences and hides small kernels; in low precision this path would round
-    # differently from transformers.
+    # a GPU has fused attention over several sequences and hides small kernels
     device_type = resolve_device_type(weight, device)
     if device_type != "cpu":
         yield f"its weights are on {device_type}; this path is for CPUs, whose small kernels are slow"
-    if weight.dtype != torch.float32:
-        yield f"its weights are {format_dtype(weight)}, and this path computes in float32"
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        yield f"its weights are {format_dtype(weight)}, and this path computes in float32 or bfloat16"
+    if weight.dtype == torch.bfloat16 and gemm.load_bf16_gemm() is None:
+        yield f"its weights are bfloat16, and {_NO_PRODUCTS}"
     if torch.is_autocast_enabled("cpu"):
         if not gemm.multiplies_in_bfloat16():
-            yield "autocast is on, and no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
+            yield f"autocast is on, and {_NO_PRODUCTS}"
         elif not attention_kernel.AttentionKernel.supports_head_dim(
             trunk.layers[0].self_attn.head_dim
         ):

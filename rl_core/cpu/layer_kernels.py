@@ -145,7 +145,8 @@ def load_norm_and_gate() -> NormAndGateKernels | None:
 
 def apply_rms_norm(x_NH: torch.Tensor, module: Any) -> torch.Tensor:
     """Compute x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467)."""
-    normed: torch.Tensor = _Norm.apply(x_NH, module.weight, module.variance_epsilon)
+    weight_H = module.weight.to(x_NH.dtype)
+    normed: torch.Tensor = _Norm.apply(x_NH, weight_H, module.variance_epsilon)
     return normed
 
 
@@ -154,7 +155,7 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + added and its norm."""
     both: tuple[torch.Tensor, torch.Tensor] = _AddNorm.apply(
-        x_NH, added_NH, module.weight, module.variance_epsilon
+        x_NH, added_NH, module.weight.to(x_NH.dtype), module.variance_epsilon
     )
     return both
 
@@ -173,8 +174,10 @@ def compute_linear(
     """Compute x W^T of several weights [O_i, I], side by side, without gradient.
 
     Args:
+        weights: of the input's dtype, or bfloat16 for a float32 input, which is then rounded, too.
         in_bf16: round float32 operands on a CPU to bfloat16, if `gemm.load_bf16_gemm` has products for it.
     """
+    weights, in_bf16 = _widen_weights(x_NI, weights, in_bf16=in_bf16)
     compiled = _select_gemm(x_NI, *weights, in_bf16=in_bf16)
     if compiled is not None:
         return compiled.compute_linear(
@@ -193,6 +196,7 @@ def compute_input_grad(
     grad_NO: torch.Tensor, weights: Sequence[torch.Tensor], *, in_bf16: bool = False
 ) -> torch.Tensor:
     """Compute the gradient of `compute_linear`'s input from that of its result."""
+    weights, in_bf16 = _widen_weights(grad_NO, weights, in_bf16=in_bf16)
     compiled = _select_gemm(grad_NO, *weights, in_bf16=in_bf16)
     if compiled is not None:
         return compiled.compute_input_grad(
@@ -229,6 +233,15 @@ def add_weight_grad(
         )
     else:
         sum_OI.addmm_(grad_NO.t(), x_NI)
+
+
+def _widen_weights(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], *, in_bf16: bool
+) -> tuple[Sequence[torch.Tensor], bool]:
+    """Return bfloat16 weights of a float32 operand in float32, and whether operands are rounded to bfloat16."""
+    if x.dtype == torch.float32 and weights[0].dtype == torch.bfloat16:
+        return [weight.float() for weight in weights], True
+    return weights, in_bf16
 
 
 def _select_gemm(*operands: torch.Tensor, in_bf16: bool) -> gemm.Gemm | None:

@@ -170,7 +170,7 @@ class _Linear(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x_NI, *weights)
         ctx.count, ctx.in_bf16 = count, _rounds_operands(weights)
-        out_NO = compute_linear(x_NI, _widen(weights, x_NI.dtype), in_bf16=ctx.in_bf16)
+        out_NO = compute_linear(x_NI, weights, in_bf16=ctx.in_bf16)
         return out_NO.add_(torch.cat(biases)) if biases else out_NO
 
     @staticmethod
@@ -178,10 +178,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
         x_NI, *weights = ctx.saved_tensors
         needs_x, _, *needs = ctx.needs_input_grad
-        grad_x = None
-        if needs_x:
-            wide = _widen(weights, grad_NO.dtype)
-            grad_x = compute_input_grad(grad_NO, wide, in_bf16=ctx.in_bf16)
+        grad_x = compute_input_grad(grad_NO, weights, in_bf16=ctx.in_bf16) if needs_x else None
         sizes = [len(weight) for weight in weights]
         grads: list[torch.Tensor | None] = [None] * len(needs)
         if any(needs[: ctx.count]):
@@ -199,8 +196,3 @@ def _rounds_operands(weights: Sequence[torch.Tensor]) -> bool:
     """Return whether products with these weights round their operands to bfloat16."""
     is_half = all(weight.dtype == torch.bfloat16 for weight in weights)
     return is_half or gemm.multiplies_in_bfloat16()
-
-
-def _widen(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the weights in the dtype of their input."""
-    return [weight.to(dtype) for weight in weights]

@@ -1,4 +1,4 @@
-"""Forward pass of Llama, Qwen2 and Qwen3 on the distinct prefixes of a batch, for training on a CPU in float32.
+"""Forward pass of Llama, Qwen2 and Qwen3 on the distinct prefixes of a batch, for training on a CPU.
 
 transformers computes every layer on the padded rectangle and builds norms, rotary embeddings and gated activations
 from many small kernels, each with its own pass over memory. On a CPU that costs more than the matrix products. Here
@@ -6,6 +6,9 @@ the same layers, calling the same linear modules (adapters included), run on the
 (`rl_core.cpu.prefix_tree`), laid end to end: no padding, and common beginnings of rows once. Only attention sees rows:
 compiled code (`rl_core.cpu.attention_kernel`) takes rows of any length and computes each node's query once; torch's
 kernel gets rectangles of rows of similar length, common beginnings included.
+
+States are float32. Under autocast to bfloat16, or with bfloat16 weights, linear layers round the operands of their
+products (`rl_core.cpu.linear_layers`) if the processor multiplies bfloat16.
 
 B rows, S tokens of a padded row, T real tokens, N nodes of their prefix tree, P positions of all rectangles, H hidden,
 h all heads, D head size, I width of the MLP, E = width of all query heads.
@@ -371,7 +374,7 @@ def run_packed_forward(
     # flat position of each real token in the batch, and of each node's owner
     flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)
     flat_N = flat_T if tree is None else flat_T[tree.owners_N]
-    x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
+    x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N]).float()
     layers = trunk.layers[: trunk.config.num_hidden_layers]
     cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
     attend = build_attention(lengths, tree, layers[0].self_attn.head_dim, cos_1ND[0], sin_1ND[0])

@@ -51,9 +51,9 @@ def compute_selected_logprobs(
     """
     device = hidden_NH.device.type
     # compiled products round their operands themselves, so that the head is not copied
-    in_bf16 = hidden_NH.dtype == weight_VH.dtype == torch.float32 and (
-        device == "cpu" and multiplies_in_bfloat16()
-    )
+    in_bf16 = rounds_head_operands(hidden_NH, weight_VH)
+    if in_bf16:  # once, not for each chunk
+        weight_VH = weight_VH.float()
     if torch.is_autocast_enabled(device) and not in_bf16:
         dtype = torch.get_autocast_dtype(device)
         hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
@@ -75,6 +75,13 @@ def compute_selected_logprobs(
         *factors,
     )
     return logprobs_N, entropy_N if with_entropy else None
+
+
+def rounds_head_operands(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
+    """Return whether compiled products of the head round float32 states to bfloat16, as those of the layers."""
+    if hidden_NH.device.type != "cpu" or hidden_NH.dtype != torch.float32:
+        return False
+    return weight_VH.dtype == torch.bfloat16 or multiplies_in_bfloat16()
 
 
 class _SelectedLogprobs(torch.autograd.Function):
@@ -281,7 +288,9 @@ def compute_log_softmax_chunk(
     temperatures_C: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute log softmax of the logits over the temperatures, [C, V], in at least float32."""
-    return _compute_log_softmax(hidden_CH, weight_VH, bias_V, temperatures_C, [], in_bf16=False)[0]
+    return _compute_log_softmax(
+        hidden_CH, weight_VH, bias_V, temperatures_C, [], in_bf16=multiplies_in_bfloat16()
+    )[0]
 
 
 def _compute_log_softmax(

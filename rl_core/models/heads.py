@@ -189,7 +189,8 @@ def compute_sequence_scores(
     Raises: DataError if shapes differ or a row is empty.
     """
     states_BH = _read_last_states(model, input_ids_BS, lengths_B)
-    scores_B1: torch.Tensor = model.get_submodule("score")(states_BH)
+    head = model.get_submodule("score")
+    scores_B1: torch.Tensor = head(states_BH.to(next(head.parameters()).dtype))
     return scores_B1.squeeze(-1).float()
 
 

@@ -19,6 +19,7 @@ from rl_core.capabilities import (
     check_sequence_packing,
     check_training_forward,
 )
+from rl_core.cpu.linear_layers import apply_linears
 from rl_core.cpu.packed_forward import PrefixStates
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.supervised import load_balancing_loss, token_entropy
@@ -27,6 +28,7 @@ from rl_core.models.chunked_head import (
     compute_log_softmax_chunk,
     compute_selected_logprobs,
     promote_to_float32,
+    rounds_head_operands,
 )
 from rl_core.models.hidden_states import build_model_inputs, compute_prefix_states
 from rl_core.models.lora import unwrap_model
@@ -307,7 +309,11 @@ def compute_vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> to
     if check_chunked_head(base).allowed:
         head = base.get_output_embeddings()
         states = compute_prefix_states(base, batch, _mark_read_positions(batch, with_last=False))
-        logits_NV = functional.linear(states.select(positions_N - 1), head.weight, head.bias)
+        states_NH = states.select(positions_N - 1)
+        if rounds_head_operands(states_NH, head.weight):
+            logits_NV = apply_linears(states_NH, [head])
+        else:
+            logits_NV = functional.linear(states_NH, head.weight, head.bias)
     else:
         logits_BSV = base(**build_model_inputs(base, batch), use_cache=False).logits
         logits_NV = _select_rows(logits_BSV, positions_N - 1)

@@ -180,12 +180,12 @@ REFUSED = [
     (
         "training",
         lambda: create_llama().double(),
-        "its weights are float64, and this path computes in float32",
+        "its weights are float64, and this path computes in float32 or bfloat16",
     ),
     (
         "training",
-        lambda: create_llama().bfloat16(),
-        "its weights are bfloat16, and this path computes in float32",
+        lambda: create_llama().half(),
+        "its weights are float16, and this path computes in float32 or bfloat16",
     ),
     (
         "training",
@@ -360,6 +360,10 @@ def test_autocast_needs_compiled_products_and_attention(monkeypatch):
         assert (
             check_training_forward(create_llama()).reason
             == "autocast is on, and no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
+        )
+        assert (
+            check_training_forward(create_llama().bfloat16()).reason
+            == "its weights are bfloat16, and no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
         )
         monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: object())
         decision = check_training_forward(create_llama())

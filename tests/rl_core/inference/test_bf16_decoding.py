@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
     packed_gemm.load_bf16_products() is None, reason="needs a C compiler and vectors of 8 numbers"
 )
 EOS = 1
-PARTS = ["products", "norms", "embeddings"]
+PARTS = ["products", "biases", "norms", "embeddings"]
 
 
 @pytest.fixture(params=["widened", "dots", "tiles"])
@@ -74,7 +74,8 @@ def round_weights(model: PreTrainedModel, kinds: list[str]) -> PreTrainedModel:
     rounded = copy.deepcopy(model)
     with torch.no_grad():
         for name, parameter in rounded.named_parameters():
-            kind = "norms" if "norm" in name else "embeddings" if "embed" in name else "products"
+            kinds_by_part = {"norm": "norms", "embed": "embeddings", "bias": "biases"}
+            kind = next((kinds_by_part[part] for part in kinds_by_part if part in name), "products")
             if kind in kinds:
                 parameter.copy_(parameter.bfloat16())
     return rounded

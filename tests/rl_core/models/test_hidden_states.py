@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from helpers.tile_code import dots_code, tile_code
@@ -278,7 +280,7 @@ def create_model_without_sdpa():
 
 OTHERS = {
     "float64": lambda: create_model().double(),
-    "bfloat16": lambda: create_model().bfloat16(),
+    "float16": lambda: create_model().half(),
     "another activation": lambda: create_model(hidden_act="gelu"),
     "a window": lambda: create_model(
         "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0
@@ -333,6 +335,11 @@ def test_autocast_rounds_no_more_than_transformers(family, adapts, bf16_products
         states_BSH = compute_hidden_states(base, batch)
         expected_BSH = compute_expected_states(base, batch)
     assert states_BSH.dtype == torch.float32
+    check_rounding(model, read_BS, exact, states_BSH, expected_BSH)
+
+
+def check_rounding(model, read_BS, exact, states_BSH, expected_BSH):
+    """Check that states and gradients are nearer to exact ones than transformers'."""
     packed = compute_gradients(model, read_BS, states_BSH)
     peer = compute_gradients(model, read_BS, expected_BSH)
     assert packed[1].keys() == exact[1].keys()
@@ -343,6 +350,26 @@ def test_autocast_rounds_no_more_than_transformers(family, adapts, bf16_products
     )
     assert 0 < sum(ours.values()) < sum(theirs.values())
     assert all(0 < ours[name] < max(1.5 * theirs[name], 5e-3) for name in exact[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("adapts", [False, True])
+def test_bfloat16_weights_round_no_more_than_transformers(family, adapts, bf16_products):
+    """States and gradients are nearer to those of float32 computed with the same weights."""
+    model, batch = create_model(family).bfloat16(), build_batch()
+    if adapts:
+        model = add_adapter(model, LoraSettings(rank=4, alpha=8.0))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.05)
+    wide, read_BS = copy.deepcopy(model).float(), batch.attention_mask_BS
+    exact = compute_gradients(wide, read_BS, compute_expected_states(unwrap_model(wide), batch))
+    base = unwrap_model(model)
+    assert check_training_forward(base).reason.endswith("products round to bfloat16")
+    states_BSH = compute_hidden_states(base, batch)
+    assert states_BSH.dtype == torch.float32
+    check_rounding(model, read_BS, exact, states_BSH, compute_expected_states(base, batch))
 
 
 def test_rows_round_alike_in_any_company(bf16_products):
