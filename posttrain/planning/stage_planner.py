@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from posttrain.planning.target import (
     PlanLengths,
     PlanTarget,
@@ -18,6 +20,7 @@ from posttrain.planning.target import (
 )
 from rl_core.capabilities import check_training_forward
 from rl_core.cpu.prefix_tree import MIN_SHARED_SHARE
+from rl_core.models.forward_modes import enable_autocast
 from rl_core.resources.activations import (
     Activations,
     MicroBatch,
@@ -427,9 +430,8 @@ class StagePlanner:
         """Return whether passes go through `rl_core.cpu.run_packed_forward`."""
         if self.target.device != "cpu":
             return False
-        if block.autocast != "none":
-            return False
-        return check_training_forward(self.model.module, "cpu").allowed
+        with enable_autocast(block.autocast, torch.device("cpu")):
+            return check_training_forward(self.model.module, "cpu").allowed
 
     def _compute_packed_savings(
         self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch

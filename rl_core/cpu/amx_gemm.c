@@ -6,7 +6,9 @@
  * Source: Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
  * computations", arXiv:1904.06376.
  *
- * `bf16_tiles_linear` keeps one part, rounded to nearest even: the product of operands in bfloat16, with float32 sums.
+ * `bf16_tiles_linear` keeps one part, rounded to nearest even: the product of operands in bfloat16, with float32 sums. Its
+ * tiles hold pairs of neighbouring depths, and the sums of 256 depths are added to those before: so a row has the bits of
+ * `bf16_tiles.c`, which computes rollouts.
  *
  * Operands are packed before multiplication: "lines" (rows of the left, columns of the right operand) in blocks of 32, and
  * "depth", which is summed over, in blocks of 32. A block has three parts, a part two tiles of 16 lines. A tile holds
@@ -92,7 +94,11 @@ INLINE void pack_block(const float *x, int64_t stride, int64_t lines, int64_t de
         for (int i = 0; i < SIDE; i++) {
             __m512i found[PARTS];
             __m512 low, high;
-            if (across) {
+            if (across && parts == 1) { /* neighbouring depths */
+                const float *at = x + 2 * i * stride + t * SIDE;
+                low = some_of(at, 2 * i < depth ? lines - t * SIDE : 0);
+                high = some_of(at + stride, 2 * i + 1 < depth ? lines - t * SIDE : 0);
+            } else if (across) {
                 const float *at = x + i * stride + t * SIDE;
                 low = is_whole ? _mm512_loadu_ps(at) : some_of(at, i < depth ? lines - t * SIDE : 0);
                 at += SIDE * stride;
@@ -101,6 +107,13 @@ INLINE void pack_block(const float *x, int64_t stride, int64_t lines, int64_t de
                 const float *at = x + (t * SIDE + i) * stride;
                 low = is_whole ? _mm512_loadu_ps(at) : some_of(at, t * SIDE + i < lines ? depth : 0);
                 high = is_whole ? _mm512_loadu_ps(at + SIDE) : some_of(at + SIDE, t * SIDE + i < lines ? depth - SIDE : 0);
+            }
+            if (!across && parts == 1) {
+                const __m512i odd = _mm512_set_epi32(31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+                const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+                __m512 first = low;
+                low = _mm512_permutex2var_ps(first, even, high);
+                high = _mm512_permutex2var_ps(first, odd, high);
             }
             paired(low, high, found, parts);
             for (int part = 0; part < parts; part++) _mm512_store_si512(tile + part * 2 * TILE + i * SIDE, found[part]);
@@ -146,19 +159,29 @@ static void copy_part(float *c, int64_t stride, int64_t rows, int64_t columns, f
         }
 }
 
+/* Add four tiles to up to 32 x 32 numbers of c. */
+static void add_part(float *c, int64_t stride, int64_t rows, int64_t columns, const float found[4][TILE]) {
+    for (int64_t row = 0; row < least(rows, BLOCK); row++)
+        for (int64_t side = 0; side < 2; side++) {
+            const float *x = found[row / SIDE * 2 + side] + row % SIDE * SIDE;
+            float *y = c + row * stride + side * SIDE;
+            for (int64_t i = 0; i < least(columns - side * SIDE, SIDE); i++) y[i] += x[i];
+        }
+}
+
 /* c [rows, columns] (+)= a block of lines of the left operand times one of the right, over `blocks` depth blocks. */
 INLINE void multiply_block(const packed_t *left, const packed_t *right, int64_t blocks, float *c, int64_t stride,
                            int64_t rows, int64_t columns, int add, const int parts) {
-    int is_whole = rows >= BLOCK && columns >= BLOCK;
+    int adds_later = add && parts == 1, is_direct = rows >= BLOCK && columns >= BLOCK && !adds_later;
     float found[4][TILE] __attribute__((aligned(64)));
     float *at[4] = {c, c + SIDE, c + SIDE * stride, c + SIDE * stride + SIDE};
     int64_t bytes = stride * (int64_t)sizeof(float);
-    if (!is_whole) {
+    if (!is_direct) {
         for (int i = 0; i < 4; i++) at[i] = found[i];
         bytes = SIDE * sizeof(float);
-        if (add) copy_part(c, stride, rows, columns, found, 0);
+        if (add && !adds_later) copy_part(c, stride, rows, columns, found, 0);
     }
-    if (add) {
+    if (add && !adds_later) {
         _tile_loadd(0, at[0], bytes);
         _tile_loadd(1, at[1], bytes);
         _tile_loadd(2, at[2], bytes);
@@ -185,7 +208,8 @@ INLINE void multiply_block(const packed_t *left, const packed_t *right, int64_t 
     _tile_stored(1, at[1], bytes);
     _tile_stored(2, at[2], bytes);
     _tile_stored(3, at[3], bytes);
-    if (!is_whole) copy_part(c, stride, rows, columns, found, 1);
+    if (adds_later) add_part(c, stride, rows, columns, found);
+    else if (!is_direct) copy_part(c, stride, rows, columns, found, 1);
 }
 
 /* Return the bytes of scratch memory that `product` needs for this number of threads. */

@@ -56,7 +56,7 @@ class Activations:
 def estimate_packed_activations(
     shape: ModelShape, batch: MicroBatch, *, checkpointing: bool = False
 ) -> Activations:
-    """Estimate the activations of `rl_core.cpu.run_packed_forward`, in float32.
+    """Estimate the activations of `rl_core.cpu.run_packed_forward`, which are float32 whatever its products round to.
 
     Per token a layer saves: two sums and their norms (4 H); rotated heads (E + 2 K) and the attended ones (E), a
         logarithm per query head; gate and up (2 I) and their product (I); two scales; the inner values of adapters;

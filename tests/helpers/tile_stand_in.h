@@ -63,6 +63,13 @@ STAND_IN __m512i _mm512_mask_or_epi32(__m512i from, __mmask16 mask, __m512i a, _
     EACH if (mask >> i & 1) from[i] = a[i] | b[i];
     return from;
 }
+#define _mm512_set_epi32(p, o, n, m, l, k, j, i, h, g, f, e, d, c, b, a) \
+    ((__m512i){a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p})
+STAND_IN __m512 _mm512_permutex2var_ps(__m512 a, __m512i which, __m512 b) {
+    __m512 out;
+    EACH out[i] = which[i] < 16 ? a[which[i]] : b[which[i] - 16];
+    return out;
+}
 /* 0xF8: a | (b & c), the only table in use. */
 #define _mm512_ternarylogic_epi32(a, b, c, table) ((a) | ((b) & (c)))
 APART __m512i unpacked(__m512i a, __m512i b, int size, int high) { /* size: dwords, within each quarter */

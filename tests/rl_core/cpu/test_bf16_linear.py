@@ -29,7 +29,11 @@ SHAPES = [
 
 @pytest.fixture(params=["dots", "tiles"])
 def products(request: pytest.FixtureRequest) -> Gemm:
-    if request.param == "tiles":
+    return load_products(request.param)
+
+
+def load_products(kernel: str) -> Gemm:
+    if kernel == "tiles":
         return Gemm(tile_code(), "bf16_tiles_linear", "amx_gemm_room")
     return Gemm(dots_code(), "bf16_dots_linear", "bf16_linear_room")
 
@@ -64,16 +68,18 @@ def test_products_are_those_of_rounded_operands(
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_dot_products_have_the_bits_of_rollouts(rows: int, inputs: int, outputs: int) -> None:
+@pytest.mark.parametrize("kernel", ["dots", "tiles"])
+def test_products_have_the_bits_of_rollouts(
+    kernel: str, rows: int, inputs: int, outputs: int
+) -> None:
     """The sampler's log-probs are the trainer's but for norms and attention."""
     x, weight = draw(rows, inputs), draw(outputs, inputs)
-    packed = bf16_products("dots")
+    packed = bf16_products(kernel)
     assert packed is not None
     expected = PackedVectors(packed, weight.bfloat16(), Arena()).multiply_rows(
         x, torch.empty(rows, outputs)
     )
-    dots = Gemm(dots_code(), "bf16_dots_linear", "bf16_linear_room")
-    assert torch.equal(dots.compute_linear(x, [weight]), expected)
+    assert torch.equal(load_products(kernel).compute_linear(x, [weight]), expected)
 
 
 def test_operands_are_rounded_to_nearest_even(products: Gemm) -> None:
