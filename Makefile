@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py \
 	rl_core/service/client.py rl_core/service/client_calls.py
 
-.PHONY: help setup demo demo-real demo-results test test-all test-extras sdk-test transformers4-test llama-test vllm-test crash-test service-crash-test fuzz lint format docs clean
+.PHONY: help setup demo demo-real demo-results test test-all test-extras sdk-test clients-test transformers4-test llama-test vllm-test crash-test service-crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments 
 	$(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \
 		tests/posttrain/training_service/test_sdk_examples.py
 
+clients-test: $(STAMP)  ## OpenAI's clients and tools, unmodified, in environments of their own (.clients), against the chat server
+	POSTTRAIN_CLIENTS=$(CURDIR)/.clients $(BIN)/python -m pytest -s -m clients tests/posttrain/serving/test_clients.py
+
 vllm-test: $(STAMP)  ## the real vLLM, its CPU build (3.1 GB, 4 to 7 minutes) in a separate environment, with a pretrained model (30 minutes)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python deployments/vllm/install_cpu.py
@@ -95,4 +98,4 @@ docs: $(STAMP)  ## build the documentation into docs-site/; warnings are errors
 	PYTHONPATH=docs/tools $(BIN)/zensical build --clean --strict
 
 clean:  ## remove the virtual environment and caches; outputs stay
-	rm -rf $(VENV) $(EXTRAS_VENV) $(VLLM_VENV) docs-site .cache .ruff_cache .mypy_cache posttrain.egg-info build
+	rm -rf $(VENV) $(EXTRAS_VENV) $(VLLM_VENV) .clients docs-site .cache .ruff_cache .mypy_cache posttrain.egg-info build

@@ -21,7 +21,7 @@ from helpers.import_graph import (
 )
 
 PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
-OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers", "ray")  # extras
+OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers", "ray", "llguidance")  # extras
 FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows", "posttrain")
 
 # Rooms of each floor, the lowest first: a room imports rooms of its level or below, never one above it.

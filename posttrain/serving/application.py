@@ -15,10 +15,16 @@ from starlette.routing import Route
 from flows.runtime.prefect_access import LoopbackOnlyMiddleware
 from posttrain.serving.chat_routes import create_chat_completion, read_full_body
 from posttrain.serving.chat_server import ChatServer, find_chat_server
+from posttrain.serving.completion_routes import create_completion
 from posttrain.serving.errors import ServingHTTPError, build_error_response
 from posttrain.serving.request_bodies import FeedbackBody, parse_json_body
+from posttrain.serving.response_routes import (
+    RESPONSE_ROUTES,
+    ResponseStore,
+    convert_to_answer_id,
+)
 from posttrain.serving.session_routes import SESSION_ROUTES
-from posttrain.serving.trainer_routes import TRAINER_ROUTES, create_completion
+from posttrain.serving.trainer_routes import TRAINER_ROUTES
 from posttrain.serving.weight_control import WeightController
 from rl_core.errors import DataError, PosttrainError, UnknownAnswer
 from rl_core.inference.serving_requests import FeedbackLabel
@@ -44,6 +50,7 @@ def build_chat_app(server: ChatServer) -> LoopbackOnlyMiddleware:
         },
     )
     app.state.server, app.state.weight_controller = server, WeightController(server)
+    app.state.response_store = ResponseStore(server.settings.stored_responses)
     app.router.routes.extend(
         [
             Route("/v1/chat/completions", create_chat_completion, methods=["POST"]),
@@ -51,6 +58,7 @@ def build_chat_app(server: ChatServer) -> LoopbackOnlyMiddleware:
             Route("/v1/models", _list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", _describe_model, methods=["GET"]),
             Route("/v1/feedback", _accept_feedback, methods=["POST"]),
+            *RESPONSE_ROUTES,
             *SESSION_ROUTES,
             *TRAINER_ROUTES,
             Route("/healthz", _report_health, methods=["GET"]),
@@ -103,14 +111,15 @@ async def _accept_feedback(request: Request) -> Response:
     body = parse_json_body(FeedbackBody, await read_full_body(server, request))
     if body.answer is None and body.score is None and body.thumb is None:
         raise ServingHTTPError(422, "answer, score, thumb: give at least one of them")
-    if not server.is_issued_id(body.id):
+    answer_id = convert_to_answer_id(body.id)
+    if not server.is_issued_id(answer_id):
         raise ServingHTTPError(
             404, f"id: this server gave no answer '{body.id}'", param="id", code="answer_not_found"
         )
     label = FeedbackLabel(body.answer, body.score, body.thumb, body.comment, body.user or "")
     try:
         await server.run_blocking(server.wait_until_recorded)
-        await server.run_blocking(server.feedback.accept_label, body.id, body.choice, label)
+        await server.run_blocking(server.feedback.accept_label, answer_id, body.choice, label)
     except UnknownAnswer as error:
         raise ServingHTTPError(404, f"id: {error}", param="id", code="answer_not_found") from None
     except DataError as error:

@@ -6,20 +6,22 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 
 from posttrain.serving.chat_server import ChatServer
 from posttrain.serving.environment_sessions import EnvironmentSession
-from posttrain.serving.errors import ServingHTTPError, format_error_body
+from posttrain.serving.errors import (
+    ServingHTTPError,
+    convert_engine_error,
+    format_error_body,
+)
 from posttrain.serving.served_model import PendingAnswers
 from rl_core.chat.prompts import ParsedAnswer
 from rl_core.chat.responses import ChunkFormatter, ResponseFormatter, resolve_finish_reason
-from rl_core.errors import PosttrainError
 from rl_core.inference.serving_requests import (
     AnswerSequence,
-    DeadlineExceeded,
     RequestEnded,
     RequestProgress,
     ServedAnswer,
@@ -52,7 +54,7 @@ def build_chat_records(
                 caller=request.caller,
                 top=request.top_tokens,
                 seed=sequence.seed,
-                is_restricted=request.sampling.is_restricted,
+                is_restricted=request.is_restricted or not formatter.is_learnable,
                 max_votes=max_votes,
                 conversation=formatter.conversation,
             )
@@ -86,11 +88,37 @@ def build_session_records(
                 top=request.top_tokens,
                 rollout=rollout,
                 seed=session.seed,
-                is_restricted=request.sampling.is_restricted,
+                is_restricted=request.is_restricted,
                 max_votes=max_votes,
             )
         )
     return records
+
+
+class AnswerFormatter(Protocol):
+    """What a stream needs to know about its answers."""
+
+    def parse_answer(self, sequence: AnswerSequence) -> ParsedAnswer:
+        """Parse the answer of a sequence that has ended."""
+
+    def count_usage(self, requests: Sequence[ServedRequest]) -> dict[str, int]:
+        """Count tokens."""
+
+
+class StreamChunks(Protocol):
+    """Formatter of the events of a stream, as `ChunkFormatter`."""
+
+    def find_index(self, request: ServedRequest) -> int:
+        """Return the index of a request's choice."""
+
+    def format_progress(self, event: RequestProgress) -> list[dict[str, Any]]:
+        """Format new tokens."""
+
+    def format_end(self, request: ServedRequest, answer: ParsedAnswer) -> list[dict[str, Any]]:
+        """Format the rest of a choice."""
+
+    def format_usage(self, requests: Sequence[ServedRequest]) -> dict[str, Any]:
+        """Format the usage at the end of a stream."""
 
 
 async def wait_for_disconnect(receive: Callable[[], Any]) -> None:
@@ -102,22 +130,33 @@ async def wait_for_disconnect(receive: Callable[[], Any]) -> None:
 class ChatStreamResponse(Response):
     """The response to a request with `stream: true`: server-sent events for as long as the client reads."""
 
+    final_data = b"data: [DONE]\n\n"
+
     def __init__(
         self,
         server: ChatServer,
-        formatter: ResponseFormatter,
+        formatter: AnswerFormatter,
         pending: PendingAnswers,
         began: float,
         include_usage: bool,
         record_answers: Callable[[Sequence[ParsedAnswer]], None],
+        chunks: StreamChunks | None = None,
     ) -> None:
-        """Prepare the stream. `record_answers` is called with the answers once all have ended."""
+        """Prepare the stream.
+
+        Args:
+            record_answers: called with the answers once all have ended.
+            chunks: formatter of the events; None = of a chat.
+        """
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         del self.headers["content-length"]
         self._server, self._formatter, self._pending = server, formatter, pending
         self._began, self._include_usage = began, include_usage
         self._record_answers = record_answers
-        self._chunks = ChunkFormatter(formatter, pending.requests)
+        if chunks is None:
+            assert isinstance(formatter, ResponseFormatter)
+            chunks = ChunkFormatter(formatter, pending.requests)
+        self._chunks = chunks
         self._answers: list[ParsedAnswer | None] = [None] * len(pending.requests)
         self._send: Any = None
         self._has_sent_event = False
@@ -144,13 +183,16 @@ class ChatStreamResponse(Response):
         async with asyncio.timeout(self._server.settings.write_seconds):
             await self._send(message)
 
+    def _encode_event(self, body: dict[str, Any]) -> str:
+        return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
     async def _send_events(self, *bodies: dict[str, Any]) -> None:
         if not bodies:
             return
         if not self._has_sent_event:
             self._has_sent_event = True
             self._server.metrics.first_part_seconds.observe(time.monotonic() - self._began)
-        data = "".join(f"data: {json.dumps(body, ensure_ascii=False)}\n\n" for body in bodies)
+        data = "".join(map(self._encode_event, bodies))
         await self._send_message(
             {"type": "http.response.body", "body": data.encode(), "more_body": True}
         )
@@ -173,7 +215,7 @@ class ChatStreamResponse(Response):
         else:
             await self._finish_stream()
         await self._send_message(
-            {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
+            {"type": "http.response.body", "body": self.final_data, "more_body": False}
         )
 
     async def _send_choice_end(self, event: RequestEnded, *, is_last: bool) -> bool:
@@ -183,9 +225,7 @@ class ChatStreamResponse(Response):
         """
         request = event.request
         if request.error is not None:
-            is_late = isinstance(request.error, DeadlineExceeded)
-            status = 504 if is_late else 503 if isinstance(request.error, PosttrainError) else 500
-            await self._send_events(format_error_body(ServingHTTPError(status, str(request.error))))
+            await self._send_events(format_error_body(convert_engine_error(request.error)))
             return False
         assert isinstance(request.sequence, AnswerSequence)
         answer = self._formatter.parse_answer(request.sequence)

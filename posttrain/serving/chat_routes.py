@@ -22,26 +22,24 @@ from posttrain.serving.chat_responses import (
 )
 from posttrain.serving.chat_server import ChatServer, find_chat_server
 from posttrain.serving.environment_sessions import EnvironmentSession, build_session_report
-from posttrain.serving.errors import ServingHTTPError
+from posttrain.serving.errors import ServingHTTPError, convert_engine_error
 from posttrain.serving.request_bodies import ChatBody, convert_request_error, parse_json_body
 from posttrain.serving.served_model import EngineThread, PendingAnswers
 from posttrain.web.errors import HTTPError
 from posttrain.web.request_body import read_request_payload
+from rl_core.chat.answer_rules import RULE_PARAMETERS, AnswerRules, ChatRequestError
 from rl_core.chat.prompts import ParsedAnswer
-from rl_core.chat.requests import ChatRequestError
 from rl_core.chat.responses import ResponseFormatter
 from rl_core.environments.tools import Toolset
 from rl_core.errors import PosttrainError
 from rl_core.inference.sampling import RolloutSequence, compute_sequence_seed
 from rl_core.inference.serving_requests import (
     AnswerSequence,
-    DeadlineExceeded,
-    RequestCancelled,
     ServedAnswer,
     ServedRequest,
-    ServerOverloaded,
     build_stop_test,
 )
+from rl_core.inference.token_rules import TokenRules
 from rl_core.online.experience import build_ballot, count_votes
 from rl_core.online.voting import VoteOutcome, count_samples_to_draw
 from rl_core.settings import SamplingSettings
@@ -59,6 +57,7 @@ class CheckedChatRequest:
     seed: int
     ids: list[int]  # of the prompt; empty with an environment
     max_answers: int  # `n` of the request, or the most samples of a vote
+    rules: TokenRules | None = None
 
     async def build_requests(self, first: int, count: int) -> list[ServedRequest]:
         """Build the requests for `count` samples from index `first` on. Raises: ServingHTTPError."""
@@ -74,7 +73,7 @@ class CheckedChatRequest:
                 AnswerSequence(self.ids, compute_sequence_seed("chat", self.seed, i), stops)
                 for i in samples
             ]
-        return _build_requests(self.server, self.body, sequences, self.started_at)
+        return _build_requests(self.server, self.body, sequences, self.started_at, self.rules)
 
 
 class ClientDisconnected(Exception):
@@ -123,14 +122,14 @@ async def _run_chat_completion(request: Request, server: ChatServer, began: floa
     chat = await check_chat_request(server, body, began)
     if body.stream:
         requests = await chat.build_requests(0, chat.max_answers)
-        pending = _submit_requests(engine, requests, streams=True)
+        pending = submit_requests(engine, requests, streams=True)
         return ChatStreamResponse(
             server,
             chat.formatter,
             pending,
             chat.started_at,
             body.stream_options is not None and body.stream_options.include_usage,
-            functools.partial(_record_streamed_answers, server, chat, requests),
+            functools.partial(record_chat_answers, server, chat, requests),
         )
     build_response = _build_voted_response if body.vote else _build_response
     return JSONResponse(await build_response(server, request, chat))
@@ -160,15 +159,24 @@ async def check_chat_request(
     ids: list[int] = []
     tools: Toolset | None = None
     conversation: Conversation | None = None
-    if body.environment is None:
+    rules = body.parse_rules()
+    token_rules: TokenRules | None = None
+    assert server.model is not None
+    if body.environment is not None:
+        _refuse_rules(rules)
+    else:
+        schemas = body.tool_schemas
         try:
             prompt = await server.run_on_prompt_thread(
-                prompts.build_prompt, body.chat_messages, body.tool_schemas
+                prompts.build_prompt, body.chat_messages, schemas, rules.reasoning_effort
             )
+            if rules != AnswerRules():
+                token_rules = await server.run_blocking(
+                    prompts.compile_rules, rules, schemas, server.model.vocab_size
+                )
         except ChatRequestError as error:
             raise convert_request_error(error) from None
         ids, tools, conversation = prompt.ids, prompt.tools, prompt.conversation
-    assert server.model is not None
     formatter = ResponseFormatter(
         answer_id=server.create_answer_id(),
         model=server.name,
@@ -180,9 +188,21 @@ async def check_chat_request(
         prompt_tokens=len(ids),
         base=server.model.base_version,
         conversation=conversation,
+        hides_thought=rules.has_grammar and bool(prompts.renderer.opened_thought),
+        is_learnable=rules.reasoning_effort is None,
     )
     seed = body.seed if body.seed is not None else secrets.randbits(64)
-    return CheckedChatRequest(server, body, formatter, began, seed, ids, count)
+    return CheckedChatRequest(server, body, formatter, began, seed, ids, count, token_rules)
+
+
+def _refuse_rules(rules: AnswerRules) -> None:
+    """Refuse rules of one answer for an episode. Raises: ServingHTTPError (422)."""
+    if rules != AnswerRules():
+        raise ServingHTTPError(
+            422,
+            f"{', '.join(RULE_PARAMETERS)}: are not supported with environment",
+            param="environment",
+        )
 
 
 def _count_allowed_answers(server: ChatServer, body: ChatBody) -> int:
@@ -206,7 +226,11 @@ def _count_allowed_answers(server: ChatServer, body: ChatBody) -> int:
 
 
 def _build_requests(
-    server: ChatServer, body: ChatBody, sequences: Sequence[RolloutSequence], began: float
+    server: ChatServer,
+    body: ChatBody,
+    sequences: Sequence[RolloutSequence],
+    began: float,
+    rules: TokenRules | None,
 ) -> list[ServedRequest]:
     assert server.model is not None
     sampling = _build_sampling(body, server.model.context)
@@ -227,6 +251,7 @@ def _build_requests(
             top=num_top,
             streams=bool(body.stream),
             has_stops=bool(body.stop_texts),
+            rules=rules,
         )
         for sequence in sequences
     ]
@@ -269,29 +294,15 @@ async def _open_sessions(
     return [await server.run_blocking(open_session, sample, context) for sample in samples]
 
 
-def _submit_requests(
+def submit_requests(
     engine: EngineThread, requests: Sequence[ServedRequest], *, streams: bool = False
 ) -> PendingAnswers:
+    """Submit the requests of one HTTP request together. Raises: ServingHTTPError."""
     try:
         return engine.submit_requests(requests, streams)
     except PosttrainError as error:
         _close_sessions(requests)
         raise convert_engine_error(error) from None
-
-
-def convert_engine_error(error: BaseException) -> ServingHTTPError:
-    """Convert an error of the serving loop to an error response."""
-    if isinstance(error, ServerOverloaded):
-        return ServingHTTPError(
-            429, f"overloaded: {error}", code="overloaded", retry_after=error.retry_after
-        )
-    if isinstance(error, DeadlineExceeded):
-        return ServingHTTPError(504, str(error), code="deadline")
-    if isinstance(error, RequestCancelled):
-        return ServingHTTPError(499, str(error))
-    if isinstance(error, PosttrainError):
-        return ServingHTTPError(503, str(error), code="engine", retry_after=1)
-    return ServingHTTPError(500, f"{type(error).__name__}: {error}"[:500])
 
 
 async def wait_for_answers(
@@ -302,7 +313,7 @@ async def wait_for_answers(
     Raises: ClientDisconnected; ServingHTTPError for the first request that failed.
     """
     engine, _ = server.require_ready()
-    pending = _submit_requests(engine, requests)
+    pending = submit_requests(engine, requests)
     watch = asyncio.ensure_future(wait_for_disconnect(request.receive))
     done = asyncio.ensure_future(pending.done.wait())
     try:
@@ -330,14 +341,12 @@ async def _build_response(
     if chat.body.environment is not None:
         records = build_session_records(chat.formatter, requests)
         body = _format_episode_response(chat, requests, records)
+        server.enqueue_answers(records)
     else:
         answers = parse_answers(chat.formatter, requests)
         body = chat.formatter.format_response(requests, answers)
-        records = []
-        if server.answers is not None:
-            records = build_chat_records(chat.formatter, requests, answers)
-    server.enqueue_answers(records)
-    _record_answer_metrics(server, chat, body["usage"])
+        record_chat_answers(server, chat, requests, answers)
+    record_answer_metrics(server, chat, body["usage"])
     return body
 
 
@@ -390,7 +399,7 @@ async def _build_voted_response(
     body["choices"][0]["index"] = 0
     body["vote"] = _format_vote(outcome)
     server.enqueue_answers(records)
-    _record_answer_metrics(server, chat, body["usage"])
+    record_answer_metrics(server, chat, body["usage"])
     return body
 
 
@@ -419,9 +428,10 @@ def _format_vote(outcome: VoteOutcome) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in names}
 
 
-def _record_answer_metrics(
+def record_answer_metrics(
     server: ChatServer, chat: CheckedChatRequest, usage: dict[str, int]
 ) -> None:
+    """Count an answered request."""
     server.metrics.count_answer(
         time.monotonic() - chat.started_at, usage["prompt_tokens"], usage["completion_tokens"]
     )
@@ -434,13 +444,13 @@ def _close_sessions(requests: Sequence[ServedRequest]) -> None:
             request.sequence.close()
 
 
-def _record_streamed_answers(
+def record_chat_answers(
     server: ChatServer,
     chat: CheckedChatRequest,
     requests: Sequence[ServedRequest],
     answers: Sequence[ParsedAnswer],
 ) -> None:
-    """Queue the answers of a stream for the answer sink."""
+    """Queue the answers of a chat for the answer sink."""
     if server.answers is not None:
         server.enqueue_answers(build_chat_records(chat.formatter, requests, answers))
 

@@ -8,6 +8,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from posttrain.web.errors import HTTPError
+from rl_core.errors import PosttrainError
+from rl_core.inference.serving_requests import DeadlineExceeded, RequestCancelled, ServerOverloaded
+from rl_core.inference.token_rules import RulesFailed
 
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -62,3 +65,20 @@ async def build_error_response(request: Request, error: Exception) -> Response:
     """Build the answer to a request whose handler raised `ServingHTTPError` (an exception handler)."""
     assert isinstance(error, ServingHTTPError)
     return JSONResponse(format_error_body(error), error.status, headers=error.headers)
+
+
+def convert_engine_error(error: BaseException) -> ServingHTTPError:
+    """Convert an error of the serving loop to an error response."""
+    if isinstance(error, ServerOverloaded):
+        return ServingHTTPError(
+            429, f"overloaded: {error}", code="overloaded", retry_after=error.retry_after
+        )
+    if isinstance(error, DeadlineExceeded):
+        return ServingHTTPError(504, str(error), code="deadline")
+    if isinstance(error, RequestCancelled):
+        return ServingHTTPError(499, str(error))
+    if isinstance(error, RulesFailed):
+        return ServingHTTPError(400, str(error), code="unsupported_schema")
+    if isinstance(error, PosttrainError):
+        return ServingHTTPError(503, str(error), code="engine", retry_after=1)
+    return ServingHTTPError(500, f"{type(error).__name__}: {error}"[:500])

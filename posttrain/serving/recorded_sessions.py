@@ -163,6 +163,7 @@ class RecordedSessions:
             prompts=prompts,
             context=context,
             uses_run_sampling=False,
+            obeys_tool_choice=True,
         )
         most = settings.session_seconds
         deadline = time.monotonic() + (most if seconds is None else min(seconds, most))

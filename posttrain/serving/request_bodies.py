@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from posttrain.serving.errors import ServingHTTPError
 from posttrain.web.request_body import describe_first_error
+from rl_core.chat.answer_rules import RULE_PARAMETERS, AnswerRules, parse_answer_rules
 from rl_core.chat.requests import (
     MAX_TOP_LOGPROBS,
     TOOL_NAME_PATTERN,
@@ -142,8 +143,14 @@ class ChatBody(StrictBody):
     temperature: Temperature | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    # auto, none, required or a function; another text is refused when the rules are parsed
+    tool_choice: Literal["auto", "none", "required"] | str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    logit_bias: dict[str, Any] | None = None
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    reasoning_effort: ShortText | None = None
     user: ShortText | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] | None = None
@@ -168,6 +175,13 @@ class ChatBody(StrictBody):
             return []
         return [tool.model_dump() for tool in self.tools or ()]
 
+    def parse_rules(self) -> AnswerRules:
+        """Parse what the request demands of the answer's tokens. Raises: ServingHTTPError."""
+        try:
+            return parse_answer_rules({name: getattr(self, name) for name in RULE_PARAMETERS})
+        except ChatRequestError as error:
+            raise convert_request_error(error) from None
+
     @property
     def max_answer_tokens(self) -> int | None:
         """The most tokens of an answer; None = not set."""
@@ -189,22 +203,28 @@ class FeedbackBody(StrictBody):
 
 
 class CompletionBody(StrictBody):
-    """A completion request for a prompt of token ids. Extensions of vLLM's format: `drawn`, 128-bit seeds."""
+    """A completion request in OpenAI's format. Extensions: vLLM's (token ids), `drawn`, 128-bit seeds."""
 
     model: Name
-    prompt: Annotated[list[TokenId], Field(min_length=1, max_length=2**20)]
-    max_tokens: Annotated[int, Field(ge=1, le=2**31)] = 16
+    # text, token ids, or a list of them; checked when it is read
+    prompt: Annotated[str, Field(max_length=2**22)] | Annotated[list[Any], Field(max_length=2**20)]
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] = 16
     n: Annotated[int, Field(ge=1)] = 1
-    stream: Literal[False] = False
+    stream: Literal[False] | bool = False
+    stream_options: StreamOptions | None = None
+    echo: bool = False
     temperature: Temperature = 1.0
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=0, le=2**31)] = 0
     min_p: Annotated[FiniteFloat, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[FiniteFloat, Field(ge=1, le=1)] = 1.0  # only 1 is supported
-    seed: Annotated[int, Field(ge=0, lt=2**128)] | None = None
+    logit_bias: dict[str, Any] | None = None
+    presence_penalty: FiniteFloat | None = None
+    frequency_penalty: FiniteFloat | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED, lt=2**128)] | None = None
     # Number of random draws of the seed that earlier requests have used.
     drawn: Annotated[int, Field(ge=0, le=2**31)] = 0
-    stop: Annotated[list[StopText], Field(max_length=16)] = []
+    stop: StopText | Annotated[list[StopText], Field(max_length=16)] = []
     stop_token_ids: Annotated[list[TokenId], Field(max_length=2**18)] = []
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -214,6 +234,16 @@ class CompletionBody(StrictBody):
     skip_special_tokens: bool = True
     add_special_tokens: bool = True  # has no effect on a prompt of token ids
     user: Annotated[str, Field(max_length=1000)] = ""
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The stop texts as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def parse_rules(self) -> AnswerRules:
+        """Parse what the request demands of the answer's tokens. Raises: ChatRequestError."""
+        names = ("logit_bias", "presence_penalty", "frequency_penalty")
+        return parse_answer_rules({name: getattr(self, name) for name in names})
 
 
 class TokenizeBody(StrictBody):
@@ -248,11 +278,11 @@ class UnloadAdapterBody(StrictBody):
 
 def convert_request_error(error: ChatRequestError) -> ServingHTTPError:
     """Convert the refusal of a chat request to an error response."""
-    return ServingHTTPError(422, str(error), param=error.param, code=error.code)
+    return ServingHTTPError(error.status, str(error), param=error.param, code=error.code)
 
 
-def parse_json_body(kind: type[B], body: bytes) -> B:
-    """Parse and check the body of a request. Raises: ServingHTTPError (422) that names the field."""
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """Parse the body of a request. Raises: ServingHTTPError (422) unless it is a JSON object."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -265,13 +295,27 @@ def parse_json_body(kind: type[B], body: bytes) -> B:
         raise ServingHTTPError(422, f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(parameters, dict):
         raise ServingHTTPError(422, "the body must be a JSON object")
+    return parameters
+
+
+def parse_json_body(kind: type[B], body: bytes) -> B:
+    """Parse and check the body of a request. Raises: ServingHTTPError (422) that names the field."""
+    return validate_body(kind, parse_json_object(body))
+
+
+def validate_body(kind: type[B], parameters: dict[str, Any]) -> B:
+    """Check the parameters of a request. Raises: ServingHTTPError (422) that names the field."""
+    if kind is CompletionBody:  # OpenAI's clients send null for what is not set
+        parameters = {name: value for name, value in parameters.items() if value is not None}
     if kind is ChatBody:
         try:
-            text = json.dumps(drop_ineffective_parameters(parameters))
+            parameters = drop_ineffective_parameters(parameters)
         except ChatRequestError as error:
             raise convert_request_error(error) from None
     try:
-        return kind.model_validate_json(text)
+        return kind.model_validate_json(json.dumps(parameters))
+    except RecursionError:
+        raise ServingHTTPError(422, "the body is nested too deeply") from None
     except ValidationError as error:
         name, message = describe_first_error(error)
         raise ServingHTTPError(

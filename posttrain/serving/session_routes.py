@@ -26,14 +26,13 @@ from starlette.routing import Route
 
 from posttrain.serving.chat_responses import ChatStreamResponse
 from posttrain.serving.chat_routes import (
-    convert_engine_error,
     count_response,
     parse_answers,
     read_full_body,
     wait_for_answers,
 )
 from posttrain.serving.chat_server import ChatServer, find_chat_server
-from posttrain.serving.errors import ServingHTTPError
+from posttrain.serving.errors import ServingHTTPError, convert_engine_error
 from posttrain.serving.recorded_sessions import RecordedSession, RecordedSessions
 from posttrain.serving.request_bodies import (
     FiniteFloat,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -12,11 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.chat.requests import ChatMessage, ChatRequestError
+from rl_core.chat.answer_rules import AnswerRules, ChatRequestError
+from rl_core.chat.grammars import GrammarCompiler, compile_answer_rules
+from rl_core.chat.requests import ChatMessage
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.chat_template import renders_tools
+from rl_core.environments.tool_dialects import OPEN_TAG
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
+from rl_core.inference.token_rules import TokenRules
 from rl_core.types import Conversation, Message, ToolCall
 
 _MAX_RENDERERS = 64  # cached renderers with tools
@@ -49,6 +54,7 @@ class ParsedAnswer:
     content: str | None
     calls: list[dict[str, Any]]
     call_error: str | None = None  # the text is a call that could not be read: why
+    thought: str | None = None  # of an answer whose content is without it
 
 
 def create_call_id() -> str:
@@ -79,6 +85,9 @@ class PromptBuilder:
         # Characters of the longest token.
         self._longest = max(map(len, renderer.tokenizer.get_vocab()), default=1)
         self._lock = threading.Lock()
+        self._grammars = GrammarCompiler(
+            renderer.tokenizer, renderer.eos_ids, opens_thought=bool(renderer.opened_thought)
+        )
         # Id of a call -> the text in which the model wrote it.
         self._call_texts: OrderedDict[str, str] = OrderedDict()
         self._tool_renderers = functools.lru_cache(maxsize=_MAX_RENDERERS)(
@@ -86,32 +95,61 @@ class PromptBuilder:
         )
 
     def build_prompt(
-        self, messages: Sequence[ChatMessage], schemas: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[ChatMessage],
+        schemas: Sequence[Mapping[str, Any]],
+        reasoning_effort: str | None = None,
     ) -> ChatPrompt:
         """Build the prompt of a request.
 
         Args:
             schemas: of the tools that the answer may call.
+            reasoning_effort: variable of the chat template; None = not set.
         Raises: ChatRequestError.
         """
-        rendered = self.render_messages(messages, schemas)
+        rendered = self.render_messages(messages, schemas, reasoning_effort)
         ids = self.encode_prompt(rendered)
         return ChatPrompt(ids, rendered.tools, rendered.conversation)
 
+    def compile_rules(
+        self,
+        rules: AnswerRules,
+        schemas: Sequence[Mapping[str, Any]],
+        vocab_size: int | None = None,
+    ) -> TokenRules | None:
+        """Compile the rules of a request; None = there are none.
+
+        Args:
+            schemas: of the tools that the answer may call.
+        Raises: ChatRequestError.
+        """
+        is_tagged = OPEN_TAG in self.renderer.template.tool_source
+        return compile_answer_rules(
+            rules, schemas, self._grammars, is_tagged=is_tagged, vocab_size=vocab_size
+        )
+
     def render_messages(
-        self, messages: Sequence[ChatMessage], schemas: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[ChatMessage],
+        schemas: Sequence[Mapping[str, Any]],
+        reasoning_effort: str | None = None,
     ) -> RenderedChat:
         """Convert the messages of a request; see `build_prompt`."""
         num_characters = sum(len(message.text) for message in messages)
-        if num_characters > self._context * self._longest:
+        if num_characters > self.max_characters:
             raise self._build_length_error(f"more than {self._context} tokens")
         try:
             with self._lock:
-                return self._render_messages(messages, schemas)
+                return self._render_messages(messages, schemas, reasoning_effort)
         except ChatRequestError:
             raise
         except (DataError, SettingsError) as error:
             raise ChatRequestError(f"messages: {error}", param="messages") from None
+
+    @property
+    def max_characters(self) -> int:
+        """Longest text that may fit into the context; a longer one need not be tokenised."""
+        return self._context * self._longest
 
     def encode_prompt(self, rendered: RenderedChat) -> list[int]:
         """Return the tokens of all messages and the header of the answer. Raises: ChatRequestError."""
@@ -154,15 +192,20 @@ class PromptBuilder:
         return ids
 
     def _render_messages(
-        self, messages: Sequence[ChatMessage], schemas: Sequence[Mapping[str, Any]]
+        self,
+        messages: Sequence[ChatMessage],
+        schemas: Sequence[Mapping[str, Any]],
+        reasoning_effort: str | None,
     ) -> RenderedChat:
         tools = _build_toolset(schemas) if schemas else None
         if tools is not None:
             tools.follow_template(self.renderer.template.tool_source)
         converted = [self._convert_message(message, tools) for message in messages]
-        renderer, template_tools = self.renderer, list[dict[str, Any]]()
+        template_tools = list[dict[str, Any]]()
+        renderer = self._select_renderer("[]", reasoning_effort)
         if tools is not None and self._style == "template" and self._takes_tools:
-            renderer = self._tool_renderers(json.dumps(schemas, sort_keys=True))
+            text = json.dumps(schemas, sort_keys=True)
+            renderer = self._select_renderer(text, reasoning_effort)
             template_tools = [dict(schema) for schema in schemas]
         elif tools is not None and self._style == "instructions":
             converted = _insert_tool_instructions(converted, tools.instructions())
@@ -177,12 +220,32 @@ class PromptBuilder:
             code="context_length_exceeded",
         )
 
-    def _build_tool_renderer(self, schemas: str) -> ChatRenderer:
+    def _select_renderer(self, schemas: str, reasoning_effort: str | None) -> ChatRenderer:
+        """Return the renderer with these tools and this effort. Raises: ChatRequestError."""
+        if schemas == "[]" and reasoning_effort is None:
+            return self.renderer
+        source = self.renderer.template.source
+        if reasoning_effort is not None and re.search(r"\breasoning_effort\b", source) is None:
+            raise ChatRequestError(
+                "reasoning_effort: the model's chat template has no variable of this name; leave it out",
+                param="reasoning_effort",
+            )
+        renderer = self._tool_renderers(schemas, reasoning_effort)
+        if renderer.opened_thought != self.renderer.opened_thought:
+            raise ChatRequestError(
+                f"reasoning_effort: '{reasoning_effort}' changes how the chat template begins an answer, which is not "
+                "supported",
+                param="reasoning_effort",
+            )
+        return renderer
+
+    def _build_tool_renderer(self, schemas: str, reasoning_effort: str | None) -> ChatRenderer:
+        settings = self.renderer.settings
+        if reasoning_effort is not None:
+            variables = {**settings.chat_template_kwargs, "reasoning_effort": reasoning_effort}
+            settings = dataclasses.replace(settings, chat_template_kwargs=variables)
         return ChatRenderer(
-            self.renderer.tokenizer,
-            self.renderer.settings,
-            json.loads(schemas),
-            self.renderer.encoder,
+            self.renderer.tokenizer, settings, json.loads(schemas), self.renderer.encoder
         )
 
     def _convert_message(self, message: ChatMessage, tools: Toolset | None) -> Message:

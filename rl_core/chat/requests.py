@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.errors import DataError
+from rl_core.chat.answer_rules import AnswerRules, ChatRequestError, parse_answer_rules
 from rl_core.settings.common import MIN_TEMPERATURE
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -23,16 +23,11 @@ TOOL_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$"
 
 # OpenAI parameters that would change the answer: only the values that change nothing are accepted.
 _PARAMETERS_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "logit_bias": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "response_format": ({"type": "text"},),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -45,19 +40,6 @@ _IGNORED_PARAMETERS = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-
-
-class ChatRequestError(DataError):
-    """A chat request that cannot be answered.
-
-    Args:
-        param: the request parameter at fault.
-        code: machine-readable reason.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param, self.code = param, code
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +71,7 @@ class ChatRequest:
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    rules: AnswerRules = field(default_factory=AnswerRules)
 
 
 def drop_ineffective_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +89,7 @@ def drop_ineffective_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]
 def parse_chat_request(body: bytes) -> ChatRequest:
     """Parse the body of a chat request; parameters that are not named in `ChatRequest` are ignored.
 
-    A `tool_choice` that demands a call is treated as auto: the policy decides, and learns from what follows.
+    Whether a `tool_choice` that demands a call is obeyed is decided by the session.
     Raises: ChatRequestError that names the field.
     """
     try:
@@ -116,11 +99,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     if not isinstance(parameters, dict):
         raise ChatRequestError("the body must be a JSON object")
     fields = _Fields(drop_ineffective_parameters(parameters))
-    tool_choice = fields.values.get("tool_choice")
-    if tool_choice not in (None, "auto", "none", "required") and not isinstance(tool_choice, dict):
-        raise ChatRequestError(
-            "tool_choice: must be auto, none, required or a function", param="tool_choice"
-        )
+    rules = parse_answer_rules(fields.values)
     tools = [_parse_tool(tool) for tool in fields.read_list("tools", MAX_TOOLS)]
     stream_options = fields.values.get("stream_options")
     max_tokens = fields.read_integer("max_completion_tokens", 1)
@@ -130,7 +109,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         model=fields.read_text("model"),
         messages=[_parse_message(message, index) for index, message in enumerate(messages)],
-        tools=[] if tool_choice == "none" else tools,
+        tools=[] if fields.values.get("tool_choice") == "none" else tools,
         stream=bool(fields.values.get("stream")),
         include_usage=isinstance(stream_options, dict)
         and bool(stream_options.get("include_usage")),
@@ -143,6 +122,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         top_p=fields.read_share("top_p", above_zero=True),
         top_k=fields.read_integer("top_k", 0),
         min_p=fields.read_share("min_p"),
+        rules=rules,
     )
 
 
@@ -277,3 +257,35 @@ def _parse_tool(tool: Any) -> dict[str, Any]:
         "type": "function",
         "function": {"name": name, "description": description, "parameters": parameters},
     }
+
+
+def build_message_key(message: ChatMessage) -> str:
+    """Build a text that is equal for equal messages, whatever the ids of their calls."""
+    role = "system" if message.role == "developer" else message.role
+    calls = [_build_call_key(call) for call in message.tool_calls]
+    return json.dumps([role, message.text, calls])
+
+
+def build_reply_key(reply: dict[str, Any]) -> str:
+    """Build the key of a reply once the agent sends it back as a message."""
+    calls = [_build_call_key(call) for call in reply.get("tool_calls", ())]
+    return json.dumps(["assistant", reply["content"] or "", calls])
+
+
+def _build_call_key(call: dict[str, Any]) -> list[Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = function["arguments"]
+    return [function["name"], json.dumps(arguments, sort_keys=True)]
+
+
+def export_message(message: ChatMessage) -> dict[str, Any]:
+    """Convert a message of a request to OpenAI's format."""
+    exported: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.tool_calls:
+        exported["tool_calls"] = message.tool_calls
+    if message.tool_call_id is not None:
+        exported["tool_call_id"] = message.tool_call_id
+    return exported

@@ -22,6 +22,7 @@ from rl_core.inference.serving_requests import (
 from rl_core.types import Conversation
 
 MIN_LOGPROB = -9999.0  # OpenAI's log-probability of an impossible token
+_THOUGHT_END = "</think>"
 _REPLACEMENT_CHARACTER = "\ufffd"  # decoded from bytes that are not, or not yet, a character
 
 
@@ -105,6 +106,10 @@ class ResponseFormatter:
     prompt_tokens: int
     base: int | None = None  # see `ServedModel.base_version`
     conversation: Conversation | None = None  # None = episodes of an environment
+    # True = answers begin with a thought, which is sent apart from their content
+    hides_thought: bool = False
+    # False = the conversation does not hold all that the prompt was rendered from
+    is_learnable: bool = True
     has_seeded_ids: bool = False  # True = ids of tool calls follow from the seed of their sequence
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -118,7 +123,11 @@ class ResponseFormatter:
         create_id = create_call_id
         if self.has_seeded_ids:
             create_id = _build_seeded_ids(sequence.seed)
-        return self.prompts.parse_answer(self.decode_text(sequence.tokens), tools, create_id)
+        answer = self.prompts.parse_answer(self.decode_text(sequence.tokens), tools, create_id)
+        if self.hides_thought and answer.content is not None:
+            thought, closing, content = answer.content.partition(_THOUGHT_END)
+            return ParsedAnswer(content.lstrip(), [], answer.call_error, f"{thought}{closing}")
+        return answer
 
     def format_response(
         self, requests: Sequence[ServedRequest], answers: Sequence[ParsedAnswer]
@@ -223,6 +232,8 @@ def format_message(answer: ParsedAnswer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.calls:
         message["tool_calls"] = answer.calls
+    if answer.thought is not None:
+        message["reasoning_content"] = answer.thought
     if answer.call_error is not None:
         message["tool_call_error"] = answer.call_error
     return message
@@ -248,7 +259,7 @@ class ChunkFormatter:
     def format_progress(self, event: RequestProgress) -> list[dict[str, Any]]:
         """Format new tokens of a choice: nothing if there may be a tool call, which is recognised at its end."""
         formatter, index = self._formatter, self._indices[event.request]
-        if formatter.tools is not None:
+        if formatter.tools is not None or formatter.hides_thought:
             return []
         text = self._texts[index].add_tokens(event.tokens)
         logprobs = formatter.format_logprobs(event.tokens, event.logprobs, event.top)
@@ -263,7 +274,7 @@ class ChunkFormatter:
         sequence = request.sequence
         assert isinstance(sequence, AnswerSequence)
         chunks = []
-        if formatter.tools is None:
+        if formatter.tools is None and not formatter.hides_thought:
             if rest := self._texts[index].finish_text():
                 delta: dict[str, Any] = {"role": "assistant", "content": rest}
                 chunks.append(formatter.format_chunk(request, index, delta))
@@ -273,6 +284,8 @@ class ChunkFormatter:
                 delta["tool_calls"] = [
                     {"index": call_index, **call} for call_index, call in enumerate(answer.calls)
                 ]
+            if answer.thought is not None:
+                delta["reasoning_content"] = answer.thought
             if answer.call_error is not None:
                 delta["tool_call_error"] = answer.call_error
             logprobs = formatter.format_logprobs(

@@ -19,11 +19,13 @@ from rl_core.environments.step_pool import Observation, PendingTurn, Replacement
 from rl_core.errors import NonFiniteTensor
 from rl_core.inference.decoder import Decoder
 from rl_core.inference.decoder_layers import HostAppendedTokens
+from rl_core.inference.prompt_scores import score_prompts
 from rl_core.inference.recorded_steps import MAX_TOP, HostStep, build_drawing_rows
 from rl_core.inference.sampling import check_weights, compute_log_probabilities
 from rl_core.inference.serving_requests import RequestProgress, ServedRequest, TopTokens
 from rl_core.inference.slot_prompts import SlotPrompts
 from rl_core.inference.slot_table import MAX_COMPILED_STEPS, SlotTable
+from rl_core.inference.token_rules import RulesFailed
 from rl_core.models.lora import use_merged_weights
 from rl_core.out_of_memory import MemoryFit
 from rl_core.settings import SamplingSettings
@@ -82,6 +84,7 @@ class ContinuousBatcher(SlotTable):
         decoder = Decoder(model, textless_ids)
         is_eos = self._model_eos = np.zeros(decoder.vocab_size, dtype=bool)
         is_eos[[token for token in eos_ids if token < len(is_eos)]] = True
+        self._model = model
         super().__init__(
             decoder,
             slots,
@@ -145,6 +148,7 @@ class ContinuousBatcher(SlotTable):
 
     def start_requests(self, requests: Sequence[ServedRequest]) -> None:
         """Start at most `free` requests; read prefixes that their prompts share only once."""
+        score_prompts(self._model, list(requests))
         free_slots = [slot for slot in range(self._slots) if self._sequences[slot] is None]
         slots = free_slots[: len(requests)]
         prompts = [request.prompt_ids for request in requests]
@@ -305,6 +309,8 @@ class ContinuousBatcher(SlotTable):
             self._waiting_on_env[slot].call.future.add_done_callback(lambda future: self._wake())
 
     def _refuse_logprob(self, slot: int, logprob: float) -> None:
+        if self._find_request(slot).error is not None:
+            return
         try:
             super()._refuse_logprob(slot, logprob)
         except NonFiniteTensor as error:
@@ -367,22 +373,41 @@ class ContinuousBatcher(SlotTable):
     ) -> tuple[np.ndarray, np.ndarray]:
         drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
         requests = [self._find_request(slot) for slot in range(n)]
-        if self._decoder.graphs is not None and max(r.top for r in requests) <= MAX_TOP:
+        uses_graphs = self._decoder.graphs is not None and not any(r.editor for r in requests)
+        if uses_graphs and max(r.top for r in requests) <= MAX_TOP:
             return self._sample_with_graphs(tokens, positions, drawn, requests, appended)
-        slots_by_drawing: dict[int, list[int]] = {}  # keys: id() of the drawing settings
+        # keys: id() of the drawing settings; below 0 for a slot with rules of its own
+        slots_by_drawing: dict[int, list[int]] = {}
         for slot, request in enumerate(requests):
-            slots_by_drawing.setdefault(id(request.drawing), []).append(slot)
+            key = id(request.drawing) if not self._has_rules(request) else -1 - slot
+            slots_by_drawing.setdefault(key, []).append(slot)
         logits_nV = self._compute_logits(tokens, positions, n, appended)
         chosen, logprobs = np.zeros(n, dtype=np.int64), np.zeros(n)
         for slots in slots_by_drawing.values():
             sampling = self._find_request(slots[0]).drawing
             logits_mV = logits_nV if len(slots) == n else logits_nV[self._to_tensor(slots)]
+            if self._has_rules(requests[slots[0]]):
+                try:
+                    logits_mV = self._edit_logits(slots[0], logits_mV)
+                except RulesFailed as error:
+                    requests[slots[0]].error, logprobs[slots[0]] = error, np.nan  # ends the request
+                    continue
             tokens_m, logprobs_m = self._decoder.draw_tokens(
                 logits_mV, self._to_tensor(drawn[slots]), sampling
             )
             chosen[slots], logprobs[slots] = tokens_m.cpu().numpy(), logprobs_m.cpu().numpy()
             self._record_top_tokens(logits_mV, slots, sampling)
         return chosen, logprobs
+
+    @staticmethod
+    def _has_rules(request: ServedRequest) -> bool:
+        """Return whether the logits of the next token have to be edited; those within a prompt do not."""
+        return request.editor is not None and not request.unread
+
+    def _edit_logits(self, slot: int, logits_1V: torch.Tensor) -> torch.Tensor:
+        editor = self._find_request(slot).editor
+        assert editor is not None
+        return editor.edit_logits(logits_1V, self._tokens[slot, : self._acted[slot]])
 
     def _sample_with_graphs(
         self,

@@ -17,6 +17,7 @@ import torch
 
 from rl_core.capabilities import decoding
 from rl_core.environments.step_pool import Observation, PendingTurn
+from rl_core.inference.prompt_scores import score_prompts
 from rl_core.inference.sampling import (
     check_logprob,
     check_weights,
@@ -112,6 +113,7 @@ class FallbackBatcher:
 
     def start_requests(self, requests: Sequence[ServedRequest]) -> None:
         """See `ContinuousBatcher.start_requests`."""
+        score_prompts(self._model, list(requests))
         for request in requests:
             request.num_sampled_at_start = 0
             row = BackendRow(
@@ -210,6 +212,8 @@ class FallbackBatcher:
         else:
             output = self._model(input_ids=torch.tensor([row.ids], device=device), use_cache=False)
         logits_1V, drawing = output.logits[:, -1], request.drawing
+        if request.editor is not None:
+            logits_1V = request.editor.edit_logits(logits_1V, row.action)
         restriction = drawing if drawing.is_restricted else None
         uniforms_1 = torch.tensor([row.read_next_uniform()], dtype=torch.float64, device=device)
         token_1, logprob_1 = draw_tokens(

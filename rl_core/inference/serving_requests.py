@@ -19,6 +19,7 @@ import numpy as np
 from rl_core.environments.step_pool import TurnOutcome
 from rl_core.errors import BackendError, PosttrainError
 from rl_core.inference.sampling import RolloutSequence
+from rl_core.inference.token_rules import LogitsEditor, TokenRules
 from rl_core.settings import SamplingSettings
 from rl_core.types import Conversation, Rollout
 
@@ -62,6 +63,14 @@ class TopTokens:
             np.stack(logprobs).astype(np.float32),
             np.array(rest, dtype=np.float32),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens after the first, under softmax(logits); S tokens of the prompt."""
+
+    logprobs: list[float]  # [S - 1], nats
+    top: TopTokens | None  # of the same positions
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +124,10 @@ class ServedRequest:
     end_ids: frozenset[int] | None = None  # tokens that end an action; None = the model's
     # random numbers of the seed used by earlier requests of the same sequence
     drawn: int = 0
+    rules: TokenRules | None = None  # of one answer, not of an episode
+    # most likely tokens to record for each token of the prompt; None = the prompt is not scored
+    prompt_top: int | None = None
+    prompt_scores: PromptScores | None = None  # set before the first token
     owner: Any = None  # opaque data of the submitter
     policy_version: int | None = None  # of its weights, set at the first token
     # see `TopTokens.from_rows`
@@ -130,8 +143,10 @@ class ServedRequest:
     drawing: SamplingSettings = field(init=False)
     prompt_ids: list[int] = field(init=False)
     seed: int = field(init=False)
+    editor: LogitsEditor | None = field(init=False)  # applies `rules`
 
     def __post_init__(self) -> None:
+        self.editor = None if self.rules is None else LogitsEditor(self.rules)
         self.prompt_ids, self.seed = self.sequence.prompt_ids, self.sequence.seed
         sampling = self.sampling
         self.drawing = _create_drawing_settings(
@@ -141,9 +156,12 @@ class ServedRequest:
     @property
     def allows_multiple_steps(self) -> bool:
         """True if nothing has to happen between two of its tokens."""
-        return not (
-            self.top or self.has_stops or self.sampling.is_restricted or self.end_ids is not None
-        )
+        return not (self.top or self.has_stops or self.is_restricted or self.end_ids is not None)
+
+    @property
+    def is_restricted(self) -> bool:
+        """True = not drawn from the policy's distribution: from part of the vocabulary, or by rules."""
+        return self.sampling.is_restricted or self.rules is not None
 
     @property
     def top_tokens(self) -> TopTokens | None:
@@ -246,7 +264,7 @@ class ServedAnswer:
     top: TopTokens | None = None
     rollout: Rollout | None = None  # of a session with an environment
     seed: int = 0  # of its sampling
-    is_restricted: bool = False  # True = drawn from part of the vocabulary
+    is_restricted: bool = False  # see `ServedRequest.is_restricted`
     conversation: Conversation | None = None  # None = a session with an environment
     max_votes: int = 0  # most samples of the vote; 0 = no vote
 

@@ -29,6 +29,7 @@ def build_call_requests(
             top=request.top_logprobs,
             streams=request.stream,
             has_stops=bool(stops),
+            rules=call.token_rules,
         )
         for choice in range(request.n)
     ]
@@ -48,6 +49,7 @@ def build_call_formatter(
         logprobs=request.logprobs,
         num_top=request.top_logprobs,
         prompt_tokens=len(call.prompt_ids),
+        hides_thought=call.has_grammar and bool(session.prompts.renderer.opened_thought),
         has_seeded_ids=True,
     )
 
@@ -68,6 +70,7 @@ def list_sampled_choices(
                 format_message(answer),
                 resolve_finish_reason(sequence, answer),
                 request.policy_version,
+                request.rules is not None,
             )
         )
     return choices

@@ -13,15 +13,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from rl_core.chat.answer_rules import AnswerRules
 from rl_core.chat.prompts import ParsedAnswer, PromptBuilder, RenderedChat
-from rl_core.chat.requests import ChatMessage, ChatRequest, ChatRequestError
+from rl_core.chat.requests import (
+    ChatRequest,
+    ChatRequestError,
+    build_message_key,
+    build_reply_key,
+    export_message,
+)
 from rl_core.data.model_text import convert_to_plain_json, replace_unprintable
 from rl_core.environments.agent import AgentCall, AgentEpisode, AgentScore
 from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.inference.serving_requests import AnswerSequence
+from rl_core.inference.token_rules import TokenRules
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, Rollout, StopReason, ToolCall, Trajectory, Turn
 
@@ -52,6 +60,7 @@ class RecordedAnswer:
     finish_reason: str
     is_cut: bool  # True = cut by a limit of the run, not of the agent
     policy_version: int | None = None  # of the weights that sampled it
+    has_rules: bool = False  # True = drawn under a grammar, biases or penalties
 
     @property
     def num_inherited(self) -> int:
@@ -79,6 +88,8 @@ class PreparedCall:
     sampling: SamplingSettings
     seed: int
     is_limited: bool  # True = the run's limit is lower than the agent's max_tokens
+    token_rules: TokenRules | None = None
+    has_grammar: bool = False
 
     def compute_choice_seed(self, choice: int) -> int:
         """Return the seed of one choice."""
@@ -95,6 +106,7 @@ class SampledChoice:
     reply: dict[str, Any]
     finish_reason: str
     policy_version: int | None
+    has_rules: bool = False
 
 
 @dataclass(slots=True)
@@ -128,7 +140,10 @@ class AgentSession:
     sampling: SamplingSettings  # of the run
     prompts: PromptBuilder
     context: int  # most tokens of a prompt and its answer
-    uses_run_sampling: bool  # True = temperature, top_p, top_k and min_p of requests are ignored
+    # True = temperature, top_p, top_k, min_p, biases and penalties of requests are ignored
+    uses_run_sampling: bool
+    # False = a tool_choice that demands a call is treated as auto: the policy decides, and learns from what follows
+    obeys_tool_choice: bool = False
     answers: list[RecordedAnswer] = field(default_factory=list)
     score: Any = None  # posted by the agent
     limit: StopReason | None = None  # of the run's sampling, once a call was refused for it
@@ -166,6 +181,10 @@ class AgentSession:
         Raises: ChatRequestError; EpisodeLimitReached beyond max_turns, max_completion_tokens or the context.
         """
         rendered = self._render(request)
+        rules = self._choose_rules(request)
+        token_rules = None
+        if rules != AnswerRules():
+            token_rules = self.prompts.compile_rules(rules, request.tools)
         schemas = json.dumps(request.tools, sort_keys=True)
         history = tuple(map(build_message_key, request.messages))
         with self._lock:
@@ -178,7 +197,7 @@ class AgentSession:
             wave = self._wave + (not self._in_flight)
             max_tokens, is_limited = self._limit_answer(request, wave, parent, prompt_ids)
             sampling = self._choose_sampling(request, max_tokens)
-            digest = _digest_call(prompt_ids, schemas, sampling, request.stop)
+            digest = _digest_call(prompt_ids, schemas, sampling, request.stop, rules)
             depth = 0 if parent is None else parent.order[1] + 1
             order = (wave, depth, digest, self._times_seen[digest])
             self._wave = wave
@@ -198,6 +217,8 @@ class AgentSession:
                 sampling,
                 seed,
                 is_limited,
+                token_rules,
+                rules.has_grammar,
             )
 
     def finish_call(self, call: PreparedCall, choices: Sequence[SampledChoice]) -> None:
@@ -222,6 +243,7 @@ class AgentSession:
                     finish_reason=choice.finish_reason,
                     is_cut=sequence.hit_limit and call.is_limited,
                     policy_version=choice.policy_version,
+                    has_rules=choice.has_rules,
                 )
                 self.answers.append(answer)
                 key = (call.schemas, (*call.history, build_reply_key(choice.reply)))
@@ -241,7 +263,9 @@ class AgentSession:
 
     def _render(self, request: ChatRequest) -> RenderedChat:
         try:
-            return self.prompts.render_messages(request.messages, request.tools)
+            return self.prompts.render_messages(
+                request.messages, request.tools, request.rules.reasoning_effort
+            )
         except ChatRequestError as error:
             raise self._note_context_limit(error) from None
 
@@ -314,6 +338,14 @@ class AgentSession:
                 if (value := getattr(request, name)) is not None:
                     values[name] = value
         return SamplingSettings(**values, max_completion_tokens=max_tokens, max_turns=1)
+
+    def _choose_rules(self, request: ChatRequest) -> AnswerRules:
+        rules = request.rules
+        if not self.obeys_tool_choice:
+            rules = replace(rules, is_call_required=False, tool=None)
+        if self.uses_run_sampling:
+            rules = replace(rules, bias=(), presence_penalty=0.0, frequency_penalty=0.0)
+        return rules
 
     def _refuse_beyond(self, limit: StopReason, message: str) -> None:
         self.limit = self.limit or limit
@@ -483,7 +515,8 @@ class AgentSession:
         return max(counts, key=lambda temperature: (counts[temperature], -temperature))
 
     def _can_train(self, answer: RecordedAnswer) -> bool:
-        return answer.sampling.temperature > 0 and not answer.sampling.is_restricted
+        is_restricted = answer.sampling.is_restricted or answer.has_rules
+        return answer.sampling.temperature > 0 and not is_restricted
 
     def _is_trained(self, answer: RecordedAnswer, temperature: float) -> bool:
         """Return whether an answer's tokens carry loss: not if they were drawn otherwise than the row says."""
@@ -498,13 +531,16 @@ def _format_context(context: Sequence[RecordedAnswer]) -> dict[str, Any]:
         observed = answer.prompt_ids[answer.num_inherited if position else 0 :]
         ids += [*observed, *answer.tokens]
         runs += [len(observed), len(answer.tokens)]
-    return {
+    formatted: dict[str, Any] = {
         "ids": ids,
         "runs": runs,
         "logprobs": [logprob for answer in context for logprob in answer.logprobs],
         "versions": [answer.policy_version for answer in context],
         "temperatures": [answer.sampling.temperature for answer in context],
     }
+    if any(answer.has_rules for answer in context):
+        formatted["has_rules"] = [answer.has_rules for answer in context]
+    return formatted
 
 
 def _build_turn(
@@ -532,41 +568,15 @@ def _build_turn(
     )
 
 
-def build_message_key(message: ChatMessage) -> str:
-    """Build a text that is equal for equal messages, whatever the ids of their calls."""
-    role = "system" if message.role == "developer" else message.role
-    calls = [_build_call_key(call) for call in message.tool_calls]
-    return json.dumps([role, message.text, calls])
-
-
-def build_reply_key(reply: dict[str, Any]) -> str:
-    """Build the key of a reply once the agent sends it back as a message."""
-    calls = [_build_call_key(call) for call in reply.get("tool_calls", ())]
-    return json.dumps(["assistant", reply["content"] or "", calls])
-
-
-def _build_call_key(call: dict[str, Any]) -> list[Any]:
-    function = call["function"]
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = function["arguments"]
-    return [function["name"], json.dumps(arguments, sort_keys=True)]
-
-
-def export_message(message: ChatMessage) -> dict[str, Any]:
-    """Convert a message of a request to OpenAI's format."""
-    exported: dict[str, Any] = {"role": message.role, "content": message.text}
-    if message.tool_calls:
-        exported["tool_calls"] = message.tool_calls
-    if message.tool_call_id is not None:
-        exported["tool_call_id"] = message.tool_call_id
-    return exported
-
-
 def _digest_call(
-    prompt_ids: list[int], schemas: str, sampling: SamplingSettings, stop: tuple[str, ...]
+    prompt_ids: list[int],
+    schemas: str,
+    sampling: SamplingSettings,
+    stop: tuple[str, ...],
+    rules: AnswerRules,
 ) -> str:
     content = [prompt_ids, schemas, list(stop), sampling.temperature, sampling.top_p]
     content += [sampling.top_k, sampling.min_p, sampling.max_completion_tokens]
+    if rules != AnswerRules():  # other calls have the digests of versions without rules
+        content.append(asdict(rules))
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

@@ -257,7 +257,7 @@ class AgentHandler(BaseHTTPRequestHandler):
         except EpisodeLimitReached as error:
             self._send_error(_Refused(400, str(error), error.param, error.code))
         except ChatRequestError as error:
-            self._send_error(_Refused(422, str(error), error.param, error.code))
+            self._send_error(_Refused(error.status, str(error), error.param, error.code))
         except (_ClientGone, ConnectionError, TimeoutError):
             self.close_connection = True
         except Exception as error:

@@ -226,6 +226,12 @@ class ServingSettings(Settings):
         le=1_073_741_824,
         doc="tokens of a recorded session: answers, and what its conversations add to them",
     )
+    stored_responses: int = setting(
+        1000,
+        ge=0,
+        le=1_000_000,
+        doc="responses of /v1/responses in memory, for previous_response_id; the oldest are dropped",
+    )
 
     def check(self) -> None:
         """Check that the server listens on this machine only; a tunnel or a proxy with TLS leads to it."""

@@ -372,3 +372,35 @@ def test_the_least_reward_selects_episodes_in_the_pipeline():
         select([None], 1.0)
     with pytest.raises(DataError, match="has a reward of 2"):
         select([0.0, 1.0], 2.0)
+
+
+def test_restricted_answers_of_a_session_are_marked(recording):
+    """A session obeys the request; what was drawn under rules is marked in the file."""
+    pytest.importorskip("llguidance")
+    session = open_session(recording)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [1, 2]}}}
+    messages = ["row 2"]
+    messages.append(ask(session, messages, response_format=form, max_tokens=40))
+    assert json.loads(messages[1]["content"]) in (1, 2)
+    messages.append("again")
+    messages.append(ask(session, messages))
+    call = ask(session, ["x"], tools=[LOOKUP], tool_choice="required", max_tokens=60)
+    assert call["tool_calls"][0]["function"] == {"name": "lookup", "arguments": "{}"}
+    ask(session, ["y"], presence_penalty=1.0)
+    ask(session, ["z"])
+    error = ask(session, ["x"], response_format={"type": "yaml"}, status=400)
+    assert error["param"] == "response_format"
+    record = recording.server.recorded.find_session(session["id"]).record
+    assert [record._can_train(answer) for answer in record.answers] == [
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    score(recording, session)
+    (row,) = read_episodes(recording.server.folder)
+    marks = [sequence.get("has_rules") for sequence in row["sequences"]]
+    assert marks == [[True, False], [True], [True], None]
+    path = recording.server.folder / "recorded" / "episodes.jsonl"
+    assert read_demonstrations(path).formats == {"recorded episode": 1}

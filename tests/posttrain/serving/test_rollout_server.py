@@ -428,7 +428,7 @@ def test_tokens_in_and_out(tokenizer, server):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": "text"}, "prompt"),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [10**6]}, "not in the vocabulary"),
         ({"prompt": [1] * 32}, "leave no room in a context of 32"),
@@ -436,7 +436,7 @@ def test_tokens_in_and_out(tokenizer, server):
         ({"stop_token_ids": [10**6]}, "not in the vocabulary"),
         ({"seed": 2**128}, "seed"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"stream": True}, "stream"),
+        ({"stream": "yes"}, "stream"),
         ({"n": 2, "drawn": 1}, "drawn"),
         ({"model": "nobody"}, "there is no model 'nobody'"),
     ],

@@ -267,6 +267,46 @@ print(json.dumps({"reward": 1}))
     ), "the run's sampling replaces the agent's"
 
 
+def test_answers_under_rules_carry_no_loss(tmp_path, policy):
+    """Their log-probs are of another distribution than the policy's; a demanded call is left to the policy."""
+    code = """
+tools = [{"type": "function", "function": {"name": "lookup"}}]
+reply([user("a")], max_tokens=9)
+reply([user("b")], max_tokens=9, presence_penalty=1.0)
+reply([user("c")], max_tokens=9, logit_bias={"70": 5})
+demanded = reply([user("d")], max_tokens=9, tools=tools, tool_choice="required")
+assert demanded["content"], demanded
+print(json.dumps({"reward": 1}))
+"""
+    (rollout,) = play(build_agent(tmp_path, code, reward=None), policy)
+    turns = rollout.trajectory.turns
+    assert [turn.is_trained for turn in turns] == [True, False, False, True]
+    agent = build_agent(tmp_path, code, reward=None, sampling="run")
+    (other,) = play(agent, policy)
+    assert all(turn.is_trained for turn in other.trajectory.turns), "the run's sampling counts"
+
+
+def test_a_schema_restricts_the_answers_of_an_agent(tmp_path, policy):
+    pytest.importorskip("llguidance")
+    code = """
+schema = {"enum": ["a", "b"]}
+form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+values = [reply([user("a")], response_format=form)["content"] for _ in range(4)]
+assert set(values) <= {'"a"', '"b"'}, values
+reply([user("b")], max_tokens=9)
+print(json.dumps({"reward": 1, "values": values}))
+"""
+    rollouts = [
+        play(build_agent(tmp_path, code, reward=None, sampling=kind), policy)[0]
+        for kind in ("agent", "agent", "run")
+    ]
+    for rollout in rollouts:
+        trained = [turn.is_trained for turn in rollout.trajectory.turns]
+        assert trained == [False, False, False, False, True]
+    values = [rollout.trajectory.info["values"] for rollout in rollouts]
+    assert values[0] == values[1], "the same episode gives the same answers"
+
+
 @pytest.mark.parametrize("preset", ["tiny", "nano"])
 def test_concurrent_episodes_have_their_own_answers_and_repeat_bit_for_bit(tmp_path, preset):
     """Whatever the speed of the agents is; compiled decoding gives the same bits with other episodes, too."""
@@ -386,7 +426,7 @@ seen = [
     status("/chat/completions", body),
     status("/completions", body),
     status("/chat/completions", {"messages": []}),
-    status("/chat/completions", {"messages": [user("x")], "response_format": {"type": "json_object"}}),
+    status("/chat/completions", {"messages": [user("x")], "response_format": {"type": "yaml"}}),
     status("/reward", "many"),
 ]
 request = urllib.request.Request(url + "/models", headers={"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
@@ -397,7 +437,7 @@ print(json.dumps({"reward": 1, "seen": seen, "model": models[0]["id"]}))
     rollouts = play(build_agent(tmp_path, code, tasks, reward=None), policy)
     for number in (0, 2):  # episode 1 is asked by the others with their own keys
         info = rollouts[number].trajectory.info
-        assert info["seen"] == [401, 401, 200, 404, 422, 422, 422] and info["model"] == "policy"
+        assert info["seen"] == [401, 401, 200, 404, 422, 400, 422] and info["model"] == "policy"
     assert all(len(row.trajectory.turns) == (2 if n == 1 else 1) for n, row in enumerate(rollouts))
 
 
