@@ -14,6 +14,7 @@ from rl_core.settings.curriculum import CurriculumStage, ExitCondition, Rollback
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings, RolloutSettings
+from rl_core.settings.self_play import RoleBaselineSettings, SelfPlaySettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
@@ -117,6 +118,16 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None,
         doc="an advantage for each turn of a rollout instead of one for all of its tokens (GiGPO, "
         "arXiv:2505.10978); default: none",
+    )
+    self_play: SelfPlaySettings | None = setting(
+        None,
+        doc="play a two-player game (kuhn_poker, textarena) against itself or its past versions, both seats equally "
+        "often; default: none, an episode has one player",
+    )
+    role_baseline: RoleBaselineSettings | None = setting(
+        None,
+        doc="advantages relative to a running mean of each role's rewards (arXiv:2506.24119) instead of the group or "
+        "batch; default: none",
     )
     kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's initial model")
     reference_precision: Precision = setting(
@@ -316,7 +327,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Refuse combinations that cannot learn or would be partly ignored."""
         self.sampling.check_trainable()
-        if self.group_size == 1 and self.compares_groups and self.advantages is None:
+        has_baseline = self.advantages is not None or self.role_baseline is not None
+        if self.group_size == 1 and self.compares_groups and not has_baseline:
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
             )
@@ -365,6 +377,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         self._check_rollouts()
         self._check_custom_functions()
         self._check_turn_credit()
+        self._check_self_play()
         self._check_rewards()
         for stage in self.curriculum:
             try:
@@ -515,6 +528,45 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"turn_credit: reward_options.{name} changes the episode's reward, so that those of its turns would "
                 "not sum to it; remove one of the two"
+            )
+
+    def _check_self_play(self) -> None:
+        """Check that both seats are played equally often in this process, and that role baselines would be used."""
+        if self.role_baseline is not None:
+            if self.is_taught:
+                raise SettingsError("role_baseline: a distillation compares no rewards; remove it")
+            if self.value_function is not None:
+                raise SettingsError(
+                    f"role_baseline: not used by {self.algorithm} with a critic, whose values are the baseline; remove "
+                    "one of the two"
+                )
+            if self.advantages is not None:
+                raise SettingsError(
+                    "role_baseline: not used by a custom advantage estimator; remove one of the two"
+                )
+        if self.self_play is None:
+            return
+        if self.is_taught:
+            raise SettingsError("self_play: a distillation learns from its teacher; remove it")
+        if self.prompts_per_iteration % 2:
+            raise SettingsError(
+                f"self_play: each deal is played from both seats, so prompts_per_iteration {self.prompts_per_iteration} "
+                "must be even"
+            )
+        if self.sampling_tries:
+            raise SettingsError(
+                "self_play: dynamic_sampling_tries would replace groups of one seat only; set it to 0"
+            )
+        rollouts = self.rollouts
+        if rollouts.workers != "in_process" or rollouts.replay_schedule is not None:
+            raise SettingsError(
+                f"self_play: rollouts.workers {rollouts.workers} sample from one version of the weights, but opponents "
+                "need several; set workers: in_process, without replay_schedule"
+            )
+        if self.launch.kind != "in_process":
+            raise SettingsError(
+                f"self_play: launch.kind {self.launch.kind} shards the weights, which opponents' weights replace "
+                "during a game; leave launch.kind out"
             )
 
     def _resolve_nested_defaults(self, kind: ModelKind) -> dict[str, Any]:
