@@ -37,7 +37,7 @@ from rl_core.environments.two_player import (
     TwoPlayerEnvironment,
     TwoPlayerGame,
 )
-from rl_core.errors import EnvironmentFault
+from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.types import Message
 
 LEVEL = "standard"
@@ -115,29 +115,49 @@ class KuhnPoker(TwoPlayerEnvironment):
     # Six deals are too few to hold any out: training and evaluation differ in their seeds.
     heldout_share = 0.0
 
-    def __init__(self, data: Path | None = None) -> None:
-        """Set up the game; there are no options."""
-        super().__init__(data)
+    def __init__(self, data: Path | None = None, *, skill: float = 0.5) -> None:
+        """Set up the game.
 
-    def game(self, seed: int, level: str) -> KuhnPokerGame:
+        Args:
+            skill: share of the demonstrator's moves that look at its card: it bets and calls with a K, passes with a J,
+                and with a Q only calls, half of the time, so it never bluffs. The others are random legal moves. A model
+                that copied only random moves would have learned not to read its card.
+        Raises: SettingsError for a skill out of range.
+        """
+        super().__init__(data)
+        if not 0 <= skill <= 1:
+            raise SettingsError(f"options.skill: {skill} must be between 0 and 1")
+        self.skill = skill
+
+    def create_game(self, seed: int, level: str) -> KuhnPokerGame:
         """Return the game of a seed."""
         self.check_level(level)
         return KuhnPokerGame(DEALS[random.Random(f"kuhn/{seed}").randrange(len(DEALS))])
 
     def demonstration(self, seed: int, level: str) -> Demonstration:
-        """Return a game of a player that makes random legal moves."""
+        """Return a game of the demonstrator, whose moves are all legal."""
         self.check_level(level)
         player = self.choose_seat(seed)
-        episode = SeatEpisode(self.game(seed, level), seed, level, player)
+        episode = SeatEpisode(self.create_game(seed, level), seed, level, player)
         rng = random.Random(f"kuhn/demonstrator/{seed}")
         messages = episode.reset()
         while True:
-            move = episode.game.choose_random_move(rng)
+            move = self._choose_demonstrated_move(episode.game, player, rng)
             messages.append(Message(role="assistant", content=move))
             step = episode.step(move)
             if step.terminated:
                 return Demonstration(messages, level, episode.kind, seed, bool(step.success))
             messages += step.messages
+
+    def _choose_demonstrated_move(
+        self, game: TwoPlayerGame, player: int, rng: random.Random
+    ) -> str:
+        assert isinstance(game, KuhnPokerGame)
+        if rng.random() >= self.skill:
+            return game.choose_random_move(rng)
+        card = game.cards[player]
+        calls = card == "Q" and game.history.endswith("b") and rng.random() < 0.5
+        return "bet" if card == "K" or calls else "pass"
 
     def list_decisions(self) -> Sequence[Decision]:
         """List the 12 information sets: three cards for each of four histories."""

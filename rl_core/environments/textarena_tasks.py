@@ -234,7 +234,7 @@ class TextArena(TwoPlayerEnvironment):
         opponent = options.get("opponent")
         return (opponent,) if isinstance(opponent, str) and ":" in opponent else ()
 
-    def game(self, seed: int, level: str) -> TextArenaGame:
+    def create_game(self, seed: int, level: str) -> TextArenaGame:
         """Return the game of a seed, for two players who are both asked.
 
         Raises: SettingsError for a game of another number of players.

@@ -3,7 +3,7 @@
 A game has players 0 and 1, who move in any order. Each of them sees its own messages only. At the end the rewards of
 the two players sum to 0. A player whose move is illegal loses, with the reason in the game's outcome.
 
-    game = environment.game(seed=7, level="standard")
+    game = environment.create_game(seed=7, level="standard")
     game.begin()
     messages = game.take_messages(game.to_move)   # new to this player since its last move
     game.play("bet")
@@ -88,13 +88,13 @@ class TwoPlayerEnvironment(Environment):
         return Toolset()
 
     @abstractmethod
-    def game(self, seed: int, level: str) -> TwoPlayerGame:
+    def create_game(self, seed: int, level: str) -> TwoPlayerGame:
         """Return the game of a seed. Raises: SettingsError for an unknown level, or a game of another kind."""
 
     def episode(self, seed: int, level: str) -> Episode:
         """Return the game of a seed, seen from one seat."""
         self.check_level(level)
-        return SeatEpisode(self.game(seed, level), seed, level, self.choose_seat(seed))
+        return SeatEpisode(self.create_game(seed, level), seed, level, self.choose_seat(seed))
 
     def choose_seat(self, seed: int) -> int:
         """Return the policy's player in the episode of a seed."""

@@ -369,7 +369,7 @@ class _LiveGame:
         """Play up to the next move of a policy and return its messages; None = the game has ended."""
         if self._game is None:
             request = self.plan.request
-            self._game = self._environment.game(request.seed, request.level)
+            self._game = self._environment.create_game(request.seed, request.level)
             self._game.begin()
         elif reason is not None:
             self._game.forfeit(reason)
