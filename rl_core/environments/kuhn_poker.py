@@ -120,8 +120,8 @@ class KuhnPoker(TwoPlayerEnvironment):
 
         Args:
             skill: share of the demonstrator's moves that look at its card: it bets and calls with a K, passes with a J,
-                and with a Q only calls, half of the time, so it never bluffs. The others are random legal moves. A model
-                that copied only random moves would have learned not to read its card.
+                and with a Q only calls, half of the time, so it never bluffs. The others are random legal moves. From
+                random moves alone a model learns not to read its card.
         Raises: SettingsError for a skill out of range.
         """
         super().__init__(data)

@@ -6,8 +6,8 @@ are letters of the moves so far: p pass, b bet. An illegal move costs the mover 
     exploitability = (max_a v(a, s) + max_b -v(s, b)) / 2
 
 where v(x, y) is the expected payoff of player 0 in chips if x plays player 0 and y plays player 1, and the maxima are
-over all strategies. It is 0 in an equilibrium and is the mean loss per game, over both seats, against the best opponent;
-NashConv is twice as large.
+over all strategies. It is 0 in an equilibrium. It is the mean loss per game, over both seats, against the best
+opponent; NashConv is twice as large.
 
 Source: Kuhn 1950; Lanctot et al. 2017, arXiv:1711.00832 (NashConv), whose halves OpenSpiel reports (arXiv:1908.09453).
 """
@@ -100,9 +100,7 @@ def compute_best_response_value(strategy: Strategy, player: int) -> float:
         others = [other for other in CARDS if other != card]
         values = []
         for plan in itertools.product(((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)), repeat=len(histories)):
-            response = {
-                f"{card}:{at}": choice for at, choice in zip(histories, plan, strict=True)
-            }
+            response = {f"{card}:{at}": choice for at, choice in zip(histories, plan, strict=True)}
             strategies = (response, strategy) if player == 0 else (strategy, response)
             deals = [(card, other) if player == 0 else (other, card) for other in others]
             total = math.fsum(_compute_value(strategies, cards, "") for cards in deals)

@@ -5,8 +5,8 @@
     user    [Player 1] [0] ... Current Board: ...
 
 The policy plays one seat, by turns if the game has several. A random player, a function or a model behind a URL plays
-the others. With `self_play` the policy and its past versions play both seats of a game of two. The package runs in subprocesses; each turn is played in a
-fresh process from the start of the game.
+the others. With `self_play` the policy and its past versions play both seats of a game of two. The package runs in
+subprocesses; each turn is played in a fresh process from the start of the game.
 """
 
 from __future__ import annotations

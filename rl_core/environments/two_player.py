@@ -23,7 +23,7 @@ from typing import Any
 
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.errors import EnvironmentFault
+from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.types import Message
 
 NUM_PLAYERS = 2
@@ -122,7 +122,9 @@ class Decision:
     key: str
     # What the player has seen and written so far: messages, move, messages, move, ..., messages.
     opening: tuple[Message, ...]
-    history: tuple[tuple[str, tuple[Message, ...]], ...]  # its moves, each with the messages after it
+    history: tuple[
+        tuple[str, tuple[Message, ...]], ...
+    ]  # its moves, each with the messages after it
     moves: tuple[str, ...]
 
 
@@ -193,3 +195,15 @@ def build_last_step(game: TwoPlayerGame, player: int, move: str) -> Step:
         success=reward > 0,
         info=info,
     )
+
+
+def check_two_player_environment(environment: Environment) -> TwoPlayerEnvironment:
+    """Return the environment of self-play. Raises: SettingsError if its episodes have no two players."""
+    if len(environment.parts) > 1:
+        raise SettingsError("self_play: is not supported in a mixture; train the game alone")
+    if not isinstance(environment, TwoPlayerEnvironment):
+        raise SettingsError(
+            f"self_play: environment '{environment.name}' is not a two-player game; use kuhn_poker or textarena, or a "
+            "subclass of TwoPlayerEnvironment"
+        )
+    return environment

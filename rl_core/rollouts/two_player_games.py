@@ -287,14 +287,18 @@ class _SeatSequence(EpisodeSequence):
         self.view.next_step = step
         if self._waiting is not None:
             self._take_stored_action()
-        if self._stop_reason is not StopReason.TERMINATED:  # cut by a limit: the move was not played
+        if (
+            self._stop_reason is not StopReason.TERMINATED
+        ):  # cut by a limit: the move was not played
             step, turn = normalize_step(step), self._turns[-1]
             self._last_step, self._reward = step, self._reward + step.reward
             turn.reward, turn.info, turn.is_error = step.reward, step.info, step.is_error
 
     def record_fault(self, fault: EnvironmentFault, where: str) -> None:
         """Record that the game failed. Raises: EnvironmentFault if too many have failed."""
-        if self._waiting is not None:  # the action that the game did not answer belongs to the record
+        if (
+            self._waiting is not None
+        ):  # the action that the game did not answer belongs to the record
             ids, logprobs, _ = self._waiting
             self._waiting = None
             super().take_action(ids, logprobs, True)
@@ -444,4 +448,3 @@ class _LiveGame:
             self._game.close()
         except Exception:
             logger.warning("%s: its close failed", self.description, exc_info=True)
-

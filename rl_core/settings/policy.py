@@ -14,7 +14,11 @@ from rl_core.settings.curriculum import CurriculumStage, ExitCondition, Rollback
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings, RolloutSettings
-from rl_core.settings.self_play import RoleBaselineSettings, SelfPlaySettings
+from rl_core.settings.self_play import (
+    RoleBaselineSettings,
+    SelfPlaySettings,
+    check_self_play,
+)
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
@@ -377,7 +381,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         self._check_rollouts()
         self._check_custom_functions()
         self._check_turn_credit()
-        self._check_self_play()
+        check_self_play(self)
         self._check_rewards()
         for stage in self.curriculum:
             try:
@@ -528,45 +532,6 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"turn_credit: reward_options.{name} changes the episode's reward, so that those of its turns would "
                 "not sum to it; remove one of the two"
-            )
-
-    def _check_self_play(self) -> None:
-        """Check that both seats are played equally often in this process, and that role baselines would be used."""
-        if self.role_baseline is not None:
-            if self.is_taught:
-                raise SettingsError("role_baseline: a distillation compares no rewards; remove it")
-            if self.value_function is not None:
-                raise SettingsError(
-                    f"role_baseline: not used by {self.algorithm} with a critic, whose values are the baseline; remove "
-                    "one of the two"
-                )
-            if self.advantages is not None:
-                raise SettingsError(
-                    "role_baseline: not used by a custom advantage estimator; remove one of the two"
-                )
-        if self.self_play is None:
-            return
-        if self.is_taught:
-            raise SettingsError("self_play: a distillation learns from its teacher; remove it")
-        if self.prompts_per_iteration % 2:
-            raise SettingsError(
-                f"self_play: each deal is played from both seats, so prompts_per_iteration {self.prompts_per_iteration} "
-                "must be even"
-            )
-        if self.sampling_tries:
-            raise SettingsError(
-                "self_play: dynamic_sampling_tries would replace groups of one seat only; set it to 0"
-            )
-        rollouts = self.rollouts
-        if rollouts.workers != "in_process" or rollouts.replay_schedule is not None:
-            raise SettingsError(
-                f"self_play: rollouts.workers {rollouts.workers} sample from one version of the weights, but opponents "
-                "need several; set workers: in_process, without replay_schedule"
-            )
-        if self.launch.kind != "in_process":
-            raise SettingsError(
-                f"self_play: launch.kind {self.launch.kind} shards the weights, which opponents' weights replace "
-                "during a game; leave launch.kind out"
             )
 
     def _resolve_nested_defaults(self, kind: ModelKind) -> dict[str, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+
+if TYPE_CHECKING:
+    from rl_core.settings.policy import PolicySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +77,46 @@ class RoleBaselineSettings(Settings):
         doc="share of the algorithm's own advantage: A = (1 - w) (R - b) + w A_group; needs an algorithm that "
         "compares rewards",
     )
+
+
+def check_self_play(settings: PolicySettings) -> None:
+    """Refuse role baselines that would not be used, and self-play that could not play both seats in this process.
+
+    Raises: SettingsError naming the setting.
+    """
+    if settings.role_baseline is not None:
+        if settings.is_taught:
+            raise SettingsError("role_baseline: a distillation compares no rewards; remove it")
+        if settings.value_function is not None:
+            raise SettingsError(
+                f"role_baseline: not used by {settings.algorithm} with a critic, whose values are the baseline; remove "
+                "one of the two"
+            )
+        if settings.advantages is not None:
+            raise SettingsError(
+                "role_baseline: not used by a custom advantage estimator; remove one of the two"
+            )
+    if settings.self_play is None:
+        return
+    if settings.is_taught:
+        raise SettingsError("self_play: a distillation learns from its teacher; remove it")
+    if settings.prompts_per_iteration % 2:
+        raise SettingsError(
+            "self_play: each deal is played from both seats, so prompts_per_iteration "
+            f"{settings.prompts_per_iteration} must be even"
+        )
+    if settings.sampling_tries:
+        raise SettingsError(
+            "self_play: dynamic_sampling_tries would replace groups of one seat only; set it to 0"
+        )
+    rollouts = settings.rollouts
+    if rollouts.workers != "in_process" or rollouts.replay_schedule is not None:
+        raise SettingsError(
+            f"self_play: rollouts.workers {rollouts.workers} sample from one version of the weights, but opponents "
+            "need several; set workers: in_process, without replay_schedule"
+        )
+    if settings.launch.kind != "in_process":
+        raise SettingsError(
+            f"self_play: launch.kind {settings.launch.kind} shards the weights, which opponents' weights replace "
+            "during a game; leave launch.kind out"
+        )

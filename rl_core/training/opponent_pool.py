@@ -199,7 +199,7 @@ class OpponentPool:
         return [*first, *(snapshot for snapshot in self.snapshots if snapshot != self.first)]
 
     def _remove_unnamed(self) -> None:
-        """Remove weights that neither the pool nor a checkpoint names; a disk error leaves the file for the next try."""
+        """Remove weights that neither the pool nor a checkpoint names; what the disk refuses stays."""
         used = self._list_snapshots()
         self._weights = {
             snapshot.name: self._weights[snapshot.name]

@@ -14,7 +14,7 @@ from rl_core.errors import DataError
 from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages, vtrace
 from rl_core.losses.masking import fill_masked
 from rl_core.losses.role_baseline import role_advantages
-from rl_core.settings import Algorithm, RoleBaselineSettings
+from rl_core.settings import Algorithm, PolicySettings, RoleBaselineSettings
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,13 @@ class RoleBaselines:
             f"train/role_baseline/{role}": self.values[role] for role in dict.fromkeys(names)
         }
         return advantages, metrics
+
+
+def build_role_baselines(settings: PolicySettings) -> RoleBaselines | None:
+    """Build the running means that the settings ask for; None = the algorithm compares rewards itself."""
+    if settings.role_baseline is None:
+        return None
+    return RoleBaselines(settings.role_baseline, settings.algorithm)
 
 
 def scatter_rewards_to_last_token(

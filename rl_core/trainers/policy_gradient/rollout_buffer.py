@@ -39,6 +39,7 @@ from rl_core.settings import PolicySettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import (
     RoleBaselines,
+    build_role_baselines,
     compute_relative_advantages,
     compute_value_advantages,
     select_group_method,
@@ -128,7 +129,6 @@ def build_actor_critic(
     )
     critic_settings = settings.value_function
     if critic_settings is None:
-        baseline = settings.role_baseline
         return ActorCriticModels(
             model,
             build_step(model, settings),
@@ -136,9 +136,7 @@ def build_actor_critic(
             reference,
             teacher=teacher,
             custom_functions=custom_functions,
-            role_baselines=(
-                None if baseline is None else RoleBaselines(baseline, settings.algorithm)
-            ),
+            role_baselines=build_role_baselines(settings),
         )
     if critic_settings.kind == "shared":
         head = ValueHead(read_hidden_size(model)).to(next(model.parameters()).device)
@@ -514,7 +512,7 @@ class RolloutBuffer:
     def _compute_relative_advantages(
         self, rewards_R: torch.Tensor, rows: Sequence[Sequence[int]]
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Compute advantages [G] of groups of rows, by role, by the user's estimator (with metrics), or by the algorithm."""
+        """Compute advantages [G] of groups of rows, by role, the user's estimator, or the algorithm."""
         groups = [rewards_R[list(group_rows)] for group_rows in rows]
         if self.actor_critic.role_baselines is not None:
             roles = [[self.samples[row].role for row in group_rows] for group_rows in rows]

@@ -23,8 +23,11 @@ import torch
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor
-from rl_core.environments.two_player import NUM_PLAYERS, Decision, TwoPlayerEnvironment
-from rl_core.errors import SettingsError
+from rl_core.environments.two_player import (
+    NUM_PLAYERS,
+    Decision,
+    check_two_player_environment,
+)
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.logprobs import completion_logprobs
@@ -48,18 +51,6 @@ if TYPE_CHECKING:
 
 _Z_95 = 1.959963984540054  # of the normal distribution
 FIRST_OPPONENT = "first"  # in metrics: the snapshot before the first iteration
-
-
-def check_two_player_environment(environment: Environment) -> TwoPlayerEnvironment:
-    """Return the environment of self-play. Raises: SettingsError if its episodes have no two players."""
-    if len(environment.parts) > 1:
-        raise SettingsError("self_play: is not supported in a mixture; train the game alone")
-    if not isinstance(environment, TwoPlayerEnvironment):
-        raise SettingsError(
-            f"self_play: environment '{environment.name}' is not a two-player game; use kuhn_poker or textarena, or a "
-            "subclass of TwoPlayerEnvironment"
-        )
-    return environment
 
 
 class SelfPlay:

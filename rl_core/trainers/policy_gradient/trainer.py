@@ -352,7 +352,9 @@ class PolicyGradientTrainer(RolloutTrainer):
             "numerics": self._numerics.state_dict(),
             **({"stream": self.stream.state_dict()} if self.stream is not None else {}),
             **({"role_baselines": dict(baselines.values)} if baselines is not None else {}),
-            **({"self_play": self_play.state_dict(self.iteration)} if self_play is not None else {}),
+            **(
+                {"self_play": self_play.state_dict(self.iteration)} if self_play is not None else {}
+            ),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -105,7 +105,9 @@ def test_an_episode_is_a_game_from_one_seat_against_a_random_player(
         payoffs[seed % 2].append(step.reward)
     # Half of the bets win the pot of 1; calls are worth 0 on average.
     for values in payoffs.values():
-        assert sum(values) / len(values) == pytest.approx(0.5 if values is payoffs[0] else 0.25, abs=0.12)
+        assert sum(values) / len(values) == pytest.approx(
+            0.5 if values is payoffs[0] else 0.25, abs=0.12
+        )
 
 
 def test_demonstrations_are_legal_games(environment: KuhnPoker) -> None:
@@ -133,7 +135,7 @@ def test_other_bluffs_can_be_exploited() -> None:
     strategy = dict(build_equilibrium(1 / 3))
     strategy["J:"] = (0.5, 0.5, 0.0)
     assert measure_exploitability(strategy).exploitability > 0.01
-    with pytest.raises(DataError, match="alpha: 0.4"):
+    with pytest.raises(DataError, match=r"alpha: 0\.4"):
         build_equilibrium(0.4)
 
 
@@ -209,7 +211,7 @@ def test_incomplete_strategies_are_refused() -> None:
     with pytest.raises(DataError, match="information set 'Q:pb' is missing"):
         measure_exploitability(strategy)
     strategy["Q:pb"] = (0.5, 0.6, 0.0)
-    with pytest.raises(DataError, match="Q:pb: .* sum to 1"):
+    with pytest.raises(DataError, match=r"Q:pb: .* sum to 1"):
         measure_exploitability(strategy)
 
 

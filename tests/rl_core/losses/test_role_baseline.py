@@ -54,9 +54,7 @@ def test_against_the_closed_form(seed):
 
 
 def test_a_decay_of_0_takes_the_last_reward():
-    advantages, baselines = role_advantages(
-        torch.tensor([3.0, 1.0]), ["a", "a"], {}, decay=0.0
-    )
+    advantages, baselines = role_advantages(torch.tensor([3.0, 1.0]), ["a", "a"], {}, decay=0.0)
     assert advantages.tolist() == [3.0, -2.0] and baselines == {"a": 1.0}
 
 

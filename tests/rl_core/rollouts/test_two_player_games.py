@@ -102,7 +102,11 @@ def test_both_seats_of_a_game_against_itself_are_rollouts_of_their_own_context(p
     assert second.completion_ids == renderer.action_ids("bet") and all(second.loss_mask)
     for rollout, player, reward in ((first, 0, 2.0), (second, 1, -2.0)):
         trajectory = rollout.trajectory
-        assert (rollout.reward, trajectory.success, rollout.is_truncated) == (reward, reward > 0, False)
+        assert (rollout.reward, trajectory.success, rollout.is_truncated) == (
+            reward,
+            reward > 0,
+            False,
+        )
         assert trajectory.kind == f"player {player}" and trajectory.policy_version == 7
         assert trajectory.rewards == {"task": reward}
         assert trajectory.info == {
@@ -119,7 +123,7 @@ def test_both_seats_of_a_game_against_itself_are_rollouts_of_their_own_context(p
 
 def test_an_opponent_is_played_with_its_weights_and_leaves_no_token(policy) -> None:
     seed = find_seed("Q", "K")
-    result, backend = play(
+    result, _ = play(
         policy,
         lambda weights, text: "pass" if weights == "current" else "bet",
         [
@@ -164,9 +168,7 @@ def test_random_players_need_no_run(policy) -> None:
 
 def test_illegal_moves_lose_and_the_other_player_may_have_no_turn(policy) -> None:
     seed = find_seed("K", "J")
-    result, _ = play(
-        policy, lambda weights, text: "raise", [plan(seed, "current", "current")]
-    )
+    result, _ = play(policy, lambda weights, text: "raise", [plan(seed, "current", "current")])
     (game,) = result.games
     assert game.outcome.rewards == (-2.0, 2.0) and game.outcome.illegal_player == 0
     assert list(game.rollouts) == [0]  # player 1 never moved
@@ -231,9 +233,7 @@ def test_a_game_that_fails_leaves_the_others(policy, monkeypatch, is_blocking, c
     monkeypatch.setattr(FailingPoker, "blocking", is_blocking)
     failed: list = []
     plans = [plan(seed, "current", "current") for seed in range(4)]
-    result, _ = play(
-        policy, lambda *_: "bet", plans, environment=FailingPoker(), failed=failed
-    )
+    result, _ = play(policy, lambda *_: "bet", plans, environment=FailingPoker(), failed=failed)
     assert [game.outcome is None for game in result.games] == [False, True, False, True]
     assert [sorted(game.rollouts) for game in result.games] == [[0, 1], [], [0, 1], []]
     assert len(failed) == 4 and all("the table is gone" in row.error for row in failed)

@@ -167,7 +167,10 @@ def change_byte(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (change_byte, "is not the file that the checkpoint names .* was changed or damaged; restore"),
+        (
+            change_byte,
+            "is not the file that the checkpoint names .* was changed or damaged; restore",
+        ),
         (Path.unlink, "cannot be read: No such file or directory; restore the file from a copy"),
         (lambda path: path.write_bytes(b""), "is not the file that the checkpoint names"),
     ],

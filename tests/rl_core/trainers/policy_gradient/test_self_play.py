@@ -41,9 +41,7 @@ def run(folder, *, tracker=None, **options):
     values = {"checkpoint_every": 3, "eval_every": 4, **options}
     trainer = build_trainer(folder=opponents, **values)
     tracker = tracker or MemoryTracker()
-    outcome = run_loop(
-        trainer, trainer.settings, iterations=8, tracker=tracker, checkpoints=store
-    )
+    outcome = run_loop(trainer, trainer.settings, iterations=8, tracker=tracker, checkpoints=store)
     return outcome, weights_digest(trainer.model), logged_bits(tracker)
 
 
@@ -76,7 +74,10 @@ def test_both_seats_are_played_equally_often_with_the_same_deals(opponent: str) 
 def test_an_untrained_policy_loses_by_illegal_moves_and_moveless_players_are_left_out() -> None:
     trainer = build_trainer(self_play={"opponent": "current"})
     metrics = trainer.step()
-    assert metrics["train/illegal_game_rate"] > 0.9 and metrics["train/opponent_illegal_game_rate"] == 0
+    assert (
+        metrics["train/illegal_game_rate"] > 0.9
+        and metrics["train/opponent_illegal_game_rate"] == 0
+    )
     assert 0.3 < metrics["train/moveless_rate"] <= 0.5
     rollouts = [rollout for group in trainer.groups for rollout in group.rollouts]
     assert all(any(rollout.loss_mask) for rollout in rollouts)
@@ -240,7 +241,9 @@ def test_probabilities_of_moves_are_those_of_the_sampler() -> None:
     sums = {key: sum(moves.values()) for key, moves in probabilities.items()}
     assert all(0.9 < total <= 1 + 1e-6 for total in sums.values())
     messages = [dict(decisions[5].opening[0])]
-    texts = rl_core.generate(policy, [{"prompt": messages}], samples=2000, sampling={"max_completion_tokens": 8})[0]
+    texts = rl_core.generate(
+        policy, [{"prompt": messages}], samples=2000, sampling={"max_completion_tokens": 8}
+    )[0]
     for move, p in probabilities[decisions[5].key].items():
         assert texts.count(move) / 2000 == pytest.approx(p, abs=4.5 * (p * (1 - p) / 2000) ** 0.5)
     cold = compute_move_probabilities(
@@ -282,7 +285,10 @@ def test_an_evaluation_changes_no_weight_and_repeats() -> None:
     [
         ({"prompts_per_iteration": 5}, "prompts_per_iteration 5 must be even"),
         ({"algorithm": "dapo", "role_baseline": None}, "dynamic_sampling_tries would replace"),
-        ({"rollouts": {"workers": "server", "address": "http://127.0.0.1:1/v1"}}, "workers server sample from one"),
+        (
+            {"rollouts": {"workers": "server", "address": "127.0.0.1:1"}},
+            "workers server sample from one",
+        ),
         ({"rollouts": {"workers": "ray"}}, "rollouts.workers ray sample from one version"),
         ({"launch": {"kind": "torchrun", "processes": 2}}, "launch.kind torchrun shards"),
         ({"algorithm": "ppo"}, "role_baseline: not used by ppo with a critic"),
@@ -305,7 +311,9 @@ def test_what_is_not_supported_is_refused_with_a_reason(values, message: str) ->
 
 
 def test_environments_without_two_players_are_refused() -> None:
-    with pytest.raises(SettingsError, match="'few_letters' is not a two-player game; use kuhn_poker"):
+    with pytest.raises(
+        SettingsError, match="'few_letters' is not a two-player game; use kuhn_poker"
+    ):
         environment = FewLetters()
         type(environment).name = "few_letters"
         build_trainer(environment=environment)
