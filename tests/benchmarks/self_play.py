@@ -24,13 +24,13 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
 import torch  # noqa: E402
-import yaml  # noqa: E402
 from claimed.intervals import estimate_interval  # noqa: E402
 
 import rl_core  # noqa: E402
 from rl_core.environments import make_environment  # noqa: E402
+from tasks.config.yaml_loader import read_yaml  # noqa: E402
 
-CONFIG = yaml.safe_load((ROOT / "configs" / "self-play.yaml").read_text())
+CONFIG = read_yaml(ROOT / "configs" / "self-play.yaml").data
 ARMS = {
     "pool, role baseline": {},
     "current only, role baseline": {"self_play": {"opponent": "current"}},
@@ -75,7 +75,7 @@ def run_arm(name, seed, iterations):
         outcome = training.run()
         seconds = time.perf_counter() - started
     history = outcome.history
-    curve = [value for _, value in history.list_points("eval/exploitability", 1000)]
+    curve = [value for _, value in history.list_points("eval/exploitability", 500)]
     return {
         "arm": name,
         "seed": seed,
@@ -84,7 +84,7 @@ def run_arm(name, seed, iterations):
         "after": {key: value for key, value in outcome.metrics.items() if key.startswith("eval/")},
         "curve": curve,
         "mean": statistics.fmean(curve[len(curve) // 2 :]),
-        "swaps": statistics.fmean(v for _, v in history.list_points("perf/weight_swaps", 1000)),
+        "swaps": statistics.fmean(v for _, v in history.list_points("perf/weight_swaps", 500)),
     }
 
 

@@ -107,16 +107,21 @@ def test_snapshots_on_the_disk_change_nothing(tmp_path, unbroken) -> None:
 
 
 KILLS = [
-    "opponent.written:1",
-    "opponent.written:3",
-    "opponent.stored:1",
     "opponent.stored:4",
-    "opponent.removing:1",
-    "publish.file:2",
-    "publish.renamed:1",
-    "loop.stepped:5",
-    "loop.saved:1",
-    "loop.evaluated:2",
+    *(
+        pytest.param(point, marks=pytest.mark.slow)
+        for point in (
+            "opponent.written:1",
+            "opponent.written:3",
+            "opponent.stored:1",
+            "opponent.removing:1",
+            "publish.file:2",
+            "publish.renamed:1",
+            "loop.stepped:5",
+            "loop.saved:1",
+            "loop.evaluated:2",
+        )
+    ),
 ]
 
 
@@ -339,3 +344,30 @@ def test_role_baselines_work_without_self_play() -> None:
     )
     metrics = trainer.step()
     assert any(name.startswith("train/role_baseline/low") for name in metrics)
+
+
+@pytest.mark.slow
+def test_self_play_lowers_the_exploitability_of_a_policy_that_plays_at_random() -> None:
+    """The settings of configs/self-play.yaml with half of the games; measured in tests/benchmarks/self_play.py."""
+    import rl_core
+
+    environment, policy = KuhnPoker(skill=0.2), build_policy()
+    rows = [{"messages": environment.demonstration(s, "standard").messages} for s in range(2000)]
+    options = {"epochs": 4, "batch_size": 32, "learning_rate": 3e-3}
+    rl_core.sft(policy, rows, settings=options).run()
+    settings = {
+        "algorithm": "reinforce",
+        "iterations": 100,
+        "prompts_per_iteration": 32,
+        "learning_rate": 1e-3,
+        "schedule": "cosine",
+        "self_play": {},
+        "role_baseline": {},
+        "sampling": {"max_completion_tokens": 24, "max_turns": 4},
+    }
+    training = rl_core.policy_gradient(policy, environment=environment, settings=settings)
+    before = training.trainer.evaluate()
+    after = training.run().metrics
+    assert before["eval/exploitability"] > 0.25
+    assert after["eval/exploitability"] < before["eval/exploitability"] - 0.03
+    assert after["eval/payoff_against_low/first"] > 0
