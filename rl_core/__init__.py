@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from rl_core.environments.agent import Agent, AgentCall, AgentClient, AgentResult
     from rl_core.environments.mixture import MixtureEnvironment, MixturePart
     from rl_core.environments.prompts import Prompts
+    from rl_core.environments.two_player import (
+        GameOutcome,
+        TwoPlayerEnvironment,
+        TwoPlayerGame,
+    )
     from rl_core.errors import (
         BackendError,
         CallbackError,
@@ -142,10 +147,12 @@ if TYPE_CHECKING:
         ReplaySettings,
         RewardModelSettings,
         RewardSettings,
+        RoleBaselineSettings,
         RollbackSettings,
         RolloutServerSettings,
         RolloutSettings,
         SamplingSettings,
+        SelfPlaySettings,
         ServiceEngineSettings,
         ServiceServerSettings,
         ServiceSettings,
@@ -247,6 +254,7 @@ __all__ = [
     "RewardOrchestrator",
     "RewardSettings",
     "RewardSource",
+    "RoleBaselineSettings",
     "RollbackSettings",
     "RolloutServerSettings",
     "RolloutSettings",
@@ -276,7 +284,11 @@ __all__ = [
     "ToolMisuse",
     "UnknownAnswer",
     "ToolUseSettings",
+    "SelfPlaySettings",
+    "GameOutcome",
     "TurnCreditSettings",
+    "TwoPlayerEnvironment",
+    "TwoPlayerGame",
     "VotingSettings",
     "Toolset",
     "Tracker",
@@ -349,6 +361,7 @@ _PUBLIC_NAMES = {
     "rl_core.environments.agent": "Agent AgentCall AgentClient AgentResult",
     "rl_core.environments.mixture": "MixtureEnvironment MixturePart",
     "rl_core.environments.prompts": "Prompts",
+    "rl_core.environments.two_player": "GameOutcome TwoPlayerEnvironment TwoPlayerGame",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault ExportMismatch "
         "FolderBusy ModelError NonFiniteError NonFiniteTensor NothingLearned OutOfMemory PosttrainError RecordsError "
@@ -374,7 +387,7 @@ _PUBLIC_NAMES = {
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
         "RolloutServerSettings RolloutSettings SFTSettings "
-        "SamplingSettings "
+        "RoleBaselineSettings SamplingSettings SelfPlaySettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineRolloutSettings OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "
         "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings ServingSettings Settings "

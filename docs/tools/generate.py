@@ -101,6 +101,7 @@ Look up every key of a pipeline's YAML file, one page for each kind of stage. To
 | `configs/preferences.yaml` | a reward model on real preference pairs |
 | `configs/maze.yaml` | mazes seen one cell at a time |
 | `configs/agent.yaml` | your own agent, a program that asks the policy over HTTP ([guide](../agents.md)) |
+| `configs/self-play.yaml` | Kuhn poker against [past versions of itself](../training.md#self-play) |
 | `configs/mixture.yaml` | one policy on two [environments](../training.md#several-environments) |
 | `configs/curriculum.yaml` | exits by mean and slope, rollback, rewards that change by stage |
 | `configs/cartpole.yaml` | PPO of small networks on CartPole-v1, no language model |

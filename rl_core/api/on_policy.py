@@ -39,7 +39,13 @@ from rl_core.api.recipes.policy_gradient import (
     build_policy_gradient_recipe,
     load_teacher,
 )
-from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
+from rl_core.api.training import (
+    CHECKPOINTS_FOLDER,
+    Training,
+    build_training,
+    resolve_output_folder,
+    resolve_settings,
+)
 from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.mixture import describe_parts, list_rewarded_parts
@@ -64,6 +70,7 @@ from rl_core.settings import (
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.training.callbacks import Callback
+from rl_core.training.opponent_pool import OPPONENTS_FOLDER
 from rl_core.user_code.digest import digest_settings_code
 
 if TYPE_CHECKING:
@@ -235,6 +242,9 @@ def policy_gradient(
         record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
         server_log=folder / SERVER_LOG if folder is not None else None,
+        opponents_folder=(
+            folder / CHECKPOINTS_FOLDER / OPPONENTS_FOLDER if folder is not None else None
+        ),
     )
     return build_training(
         settings.algorithm,

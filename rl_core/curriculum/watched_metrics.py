@@ -218,6 +218,40 @@ _CONDITIONAL_METRICS = (
         "turn_credit",
     ),
     _ConditionalMetrics(
+        {
+            "train/payoff_by_player/0": _ANY_RANGE,
+            "train/payoff_by_player/1": _ANY_RANGE,
+            "train/illegal_game_rate": _SHARE_RANGE,
+            "train/opponent_illegal_game_rate": _SHARE_RANGE,
+            "train/moveless_rate": _SHARE_RANGE,
+            "train/game_moves": _COUNT_RANGE,
+        },
+        lambda s: s.self_play is not None,
+        "self_play",
+    ),
+    _ConditionalMetrics(
+        {"train/pool_size": _COUNT_RANGE},
+        lambda s: s.self_play is not None and s.self_play.opponent == "pool",
+        "self_play.opponent: pool",
+    ),
+    _ConditionalMetrics(
+        {
+            f"eval/{name}/{opponent}": bounds
+            for opponent in ("random", "first")
+            for name, bounds in (
+                ("payoff_against", _ANY_RANGE),
+                ("win_rate_against", _SHARE_RANGE),
+            )
+        },
+        lambda s: s.self_play is not None and s.eval_every > 0,
+        "self_play, and eval_every above 0; it is observed once per evaluation",
+    ),
+    _ConditionalMetrics(
+        {"eval/exploitability": _COUNT_RANGE, "eval/illegal_probability": _SHARE_RANGE},
+        lambda s: s.self_play is not None and s.eval_every > 0,
+        "self_play in a game that can be enumerated (kuhn_poker), and eval_every above 0",
+    ),
+    _ConditionalMetrics(
         {"reward/overlong": _ANY_RANGE}, lambda s: s.overlong_tokens > 0, "overlong_buffer"
     ),
     _ConditionalMetrics(

@@ -41,6 +41,7 @@ SHIPPED_ENVIRONMENTS = {
     "mixture": "rl_core.environments.mixture:MixtureEnvironment",
     "openenv": "rl_core.environments.openenv_tasks:OpenEnv",
     "textarena": "rl_core.environments.textarena_tasks:TextArena",
+    "kuhn_poker": "rl_core.environments.kuhn_poker:KuhnPoker",
     "nemo_gym": "rl_core.environments.nemo_gym_tasks:NemoGym",
     "harbor": "rl_core.environments.harbor_trials:Harbor",
 }

@@ -24,13 +24,16 @@ def start(setup: dict[str, Any]) -> None:
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """Answer one request: {"do": "players", "level"} or {"do": "play", "level", "seed", "replies", "others"}.
+    """Answer one request: {"do": "players", "level"}, {"do": "play", "level", "seed", "replies", "others"} or
+    {"do": "two_players", "level", "seed", "moves"}.
 
     A play returns `observations`, the policy's so far, and `hidden`, the state that the first one may not show; at its
     end also `reward`, `reason` and `invalid`, or `ask`: the messages of the player whose move is missing.
     """
     if request["do"] == "players":
         return _count_players(request["level"])
+    if request["do"] == "two_players":
+        return _play_two_players(request)
     return _play_game(request)
 
 
@@ -98,6 +101,42 @@ def _play_game(request: dict[str, Any]) -> dict[str, Any]:
         is_done, _ = game.step(action=move)
         if is_done:
             return {**result, **_read_outcome(game, seat)}
+
+
+def _play_two_players(request: dict[str, Any]) -> dict[str, Any]:
+    """Play a game of two players with the moves so far, in the order in which they were made.
+
+    Returns: `log`: [player, text] of every observation; at the end `rewards`, `reason` and `invalid`, else with
+        `random_seed` also `move`: a random legal one.
+    """
+    random.seed(request["seed"])
+    game = _make_game(request["level"])
+    game.reset(num_players=2, seed=request["seed"])
+    hidden = json.dumps(game.state.game_state, sort_keys=True, default=_describe_value)
+    log: list[list[Any]] = []
+    chats: dict[int, list[dict[str, str]]] = {0: [], 1: []}
+    result: dict[str, Any] = {"log": log, "hidden": hidden}
+    moves = list(request["moves"])
+    while True:
+        player, messages = game.get_observation()
+        text = _render_messages(messages, player, game.state.role_mapping)
+        log.append([player, text])
+        if not moves:
+            if request.get("random_seed") is not None:
+                rng = random.Random(request["random_seed"])
+                result["move"] = _choose_legal_move(game, player, chats[player], text, rng)
+            return result
+        chats[player].append({"role": "user", "content": text})
+        chats[player].append({"role": "assistant", "content": moves[0]})
+        is_done, _ = game.step(action=moves.pop(0))
+        if is_done:
+            outcomes = [_read_outcome(game, seat) for seat in (0, 1)]
+            return {
+                **result,
+                "rewards": [outcome["reward"] for outcome in outcomes],
+                "reason": outcomes[0]["reason"] or outcomes[1]["reason"],
+                "invalid": [outcome["invalid"] for outcome in outcomes],
+            }
 
 
 def _read_outcome(game: Any, seat: int) -> dict[str, Any]:

@@ -5,22 +5,28 @@
     user    [Player 1] [0] ... Current Board: ...
 
 The policy plays one seat, by turns if the game has several. A random player, a function or a model behind a URL plays
-the others; a served snapshot of the policy is such a model. The package runs in subprocesses; each turn is played in a
-fresh process from the start of the game.
+the others. With `self_play` the policy and its past versions play both seats of a game of two. The package runs in
+subprocesses; each turn is played in a fresh process from the start of the game.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_core.data.model_text import strip_thought
-from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.environment import Episode, Step
 from rl_core.environments.optional_packages import require_package
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool
-from rl_core.environments.tools import Toolset
+from rl_core.environments.two_player import (
+    NUM_PLAYERS,
+    GameOutcome,
+    TwoPlayerEnvironment,
+    TwoPlayerGame,
+)
 from rl_core.environments.verifiers_tasks import build_player
 from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.types import Message
@@ -93,7 +99,69 @@ class TextArenaEpisode(Episode):
             self._opponent_moves.append(move)
 
 
-class TextArena(Environment):
+class TextArenaGame(TwoPlayerGame):
+    """One game of two players, who are asked in turn; the package decides what is legal."""
+
+    def __init__(self, environment: TextArena, seed: int, level: str) -> None:
+        self._environment, self._seed, self._level = environment, seed, level
+        self._log: list[list[Any]] = []  # [player, text] of every observation
+        self._moves: list[str] = []
+        self._has_seen_instructions = [False, False]
+
+    def begin(self) -> None:
+        """Open the game. Raises: EnvironmentFault."""
+        self._play_moves()
+
+    def take_messages(self, player: int) -> list[Message]:
+        """Return the newest observation, at first with the system message."""
+        messages = [Message(role="user", content=self._log[-1][1])]
+        instructions = self._environment.instructions
+        if instructions and not self._has_seen_instructions[player]:
+            messages.insert(0, Message(role="system", content=instructions))
+        self._has_seen_instructions[player] = True
+        return messages
+
+    def play(self, text: str) -> None:
+        """Play a move. Raises: EnvironmentFault."""
+        self._moves.append(strip_thought(text).strip())
+        self._play_moves()
+
+    def forfeit(self, reason: str) -> None:
+        """End the game as a loss of 1."""
+        loser = self.to_move
+        rewards = (-1.0, 1.0) if loser == 0 else (1.0, -1.0)
+        self.outcome = GameOutcome(rewards, f"player {loser} loses: {reason}", illegal_player=loser)
+
+    def choose_random_move(self, rng: random.Random) -> str:
+        """Choose a legal move. Raises: EnvironmentFault for a game whose legal moves cannot be guessed."""
+        return str(self._request_play(random_seed=rng.getrandbits(62))["move"])
+
+    def describe(self) -> dict[str, Any]:
+        """Return all moves in their order."""
+        return {"moves": list(self._moves)}
+
+    def _request_play(self, **extra: Any) -> dict[str, Any]:
+        request = {"level": self._level, "seed": self._seed, "moves": self._moves, **extra}
+        return self._environment.play_game(request, "two_players")
+
+    def _play_moves(self) -> None:
+        """Play the game with the moves so far."""
+        play = self._request_play()
+        if play["log"][: len(self._log)] != self._log:
+            raise EnvironmentFault(
+                f"game '{self._environment.game}', level '{self._level}', seed {self._seed}: the game differs when it "
+                "is played again"
+            )
+        self._log, self.hidden = play["log"], play["hidden"]
+        self.to_move = int(self._log[-1][0])
+        if "rewards" in play:
+            invalid = play["invalid"]
+            illegal_player = invalid.index(True) if True in invalid else None
+            first, second = play["rewards"]
+            self.outcome = GameOutcome((first, second), play["reason"], illegal_player)
+
+
+class TextArena(TwoPlayerEnvironment):
     """Games of one id; a seed is the game's, and of several seats it chooses the policy's."""
 
     name = "textarena"
@@ -156,7 +224,8 @@ class TextArena(Environment):
             memory_gib=_MEMORY_GIB,
             readable=[path for path in [Path.home() / "nltk_data"] if path.is_dir()],
         )
-        self._checked_levels: set[str] = set()
+        self._checked_levels: dict[str, int] = {}  # number of players
+        self._players = players
         self._lock = threading.Lock()
 
     @classmethod
@@ -165,30 +234,49 @@ class TextArena(Environment):
         opponent = options.get("opponent")
         return (opponent,) if isinstance(opponent, str) and ":" in opponent else ()
 
-    @property
-    def tools(self) -> Toolset:
-        """No tools: a move is text."""
-        return Toolset()
+    def create_game(self, seed: int, level: str) -> TextArenaGame:
+        """Return the game of a seed, for two players who are both asked.
+
+        Raises: SettingsError for a game of another number of players.
+        """
+        self.check_level(level)
+        players = self._players
+        if players is None:
+            players = self._players = int(self._check_game(level))
+        if players != NUM_PLAYERS:
+            raise SettingsError(
+                f"self_play: game '{self.game}' has {players} players here; only games of two are supported"
+            )
+        return TextArenaGame(self, seed, level)
 
     def episode(self, seed: int, level: str) -> TextArenaEpisode:
         """Return the game of a seed."""
         self.check_level(level)
         return TextArenaEpisode(self, seed, level)
 
-    def play_game(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Play a game with the moves so far. Raises: SettingsError if it cannot be made; EnvironmentFault."""
-        level = request["level"]
+    def _check_game(self, level: str) -> int:
+        """Return the number of players of a level. Raises: SettingsError if its game cannot be made."""
         with self._lock:
             if level not in self._checked_levels:
                 try:
-                    self._children.request_reply({"do": "players", "level": level})
+                    count = self._children.request_reply({"do": "players", "level": level})
                 except ChildFailed as error:
                     raise SettingsError(
                         f"options.game: '{self.game}' cannot be played: {error}"
                     ) from error
-                self._checked_levels.add(level)
+                self._checked_levels[level] = int(count)
+            return self._checked_levels[level]
+
+    def play_game(self, request: Mapping[str, Any], kind: str = "play") -> dict[str, Any]:
+        """Play a game with the moves so far. Raises: SettingsError if it cannot be made; EnvironmentFault.
+
+        Args:
+            kind: of the request: play = from one seat, two_players = both seats are asked.
+        """
+        level = request["level"]
+        self._check_game(level)
         try:
-            play: dict[str, Any] = self._children.request_reply({"do": "play", **request})
+            play: dict[str, Any] = self._children.request_reply({"do": kind, **request})
         except ChildFailed as error:
             raise EnvironmentFault(f"game '{self.game}', level '{level}': {error}") from error
         return play

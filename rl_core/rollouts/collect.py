@@ -136,7 +136,7 @@ def collect_rollouts(
     failures = failures or EpisodeFailureMonitor(sampling.max_failed_share)
     failures.watch_environments(environment)
     plans = plan_groups(requests, group_size)
-    failed = _FailedEpisodes(failures, len(requests) * group_size)
+    failed = FailedEpisodes(failures, len(requests) * group_size)
     local_indices = process_group.select_local_rows([1] * len(requests))
     played = play_groups(
         environment,
@@ -344,7 +344,7 @@ def record_failures(
 
 
 @dataclass
-class _FailedEpisodes:
+class FailedEpisodes:
     """Failed episodes of this process in one collection of `planned` episodes."""
 
     failures: EpisodeFailureMonitor

@@ -67,6 +67,7 @@ from rl_core.settings.rollouts import (
     RolloutServerSettings,
     RolloutSettings,
 )
+from rl_core.settings.self_play import RoleBaselineSettings, SelfPlaySettings
 from rl_core.settings.services import (
     RatingSettings,
     ServiceEngineSettings,
@@ -132,12 +133,14 @@ __all__ = [
     "ReferenceSettings",
     "ReplaySettings",
     "RewardModelSettings",
+    "RoleBaselineSettings",
     "RollbackSettings",
     "RolloutServerSettings",
     "RolloutSettings",
     "RewardSettings",
     "SFTSettings",
     "SamplingSettings",
+    "SelfPlaySettings",
     "ServiceEngineSettings",
     "ServiceServerSettings",
     "ServiceSettings",

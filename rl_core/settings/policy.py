@@ -14,6 +14,11 @@ from rl_core.settings.curriculum import CurriculumStage, ExitCondition, Rollback
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings, RolloutSettings
+from rl_core.settings.self_play import (
+    RoleBaselineSettings,
+    SelfPlaySettings,
+    check_self_play,
+)
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
@@ -117,6 +122,16 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None,
         doc="an advantage for each turn of a rollout instead of one for all of its tokens (GiGPO, "
         "arXiv:2505.10978); default: none",
+    )
+    self_play: SelfPlaySettings | None = setting(
+        None,
+        doc="play a two-player game (kuhn_poker, textarena) against itself or its past versions, both seats equally "
+        "often; default: none, an episode has one player",
+    )
+    role_baseline: RoleBaselineSettings | None = setting(
+        None,
+        doc="advantages relative to a running mean of each role's rewards (arXiv:2506.24119) instead of the group or "
+        "batch; default: none",
     )
     kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's initial model")
     reference_precision: Precision = setting(
@@ -316,7 +331,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Refuse combinations that cannot learn or would be partly ignored."""
         self.sampling.check_trainable()
-        if self.group_size == 1 and self.compares_groups and self.advantages is None:
+        has_baseline = self.advantages is not None or self.role_baseline is not None
+        if self.group_size == 1 and self.compares_groups and not has_baseline:
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
             )
@@ -365,6 +381,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         self._check_rollouts()
         self._check_custom_functions()
         self._check_turn_credit()
+        check_self_play(self)
         self._check_rewards()
         for stage in self.curriculum:
             try:

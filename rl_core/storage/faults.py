@@ -50,6 +50,7 @@ RUN_KINDS = {
     "serve": "posttrain serve",
     "prefer": "posttrain label",
     "online": "posttrain online",
+    "self-play": "a policy stage with self_play",
 }
 
 
@@ -125,6 +126,9 @@ FAULT_POINT_GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("records.logged", "one record of a stage is in its journal, as artifact and data set"),
         ("references.scored", "log-probabilities under the reference are computed, not stored"),
         ("rollouts.played", "the rollouts of some episodes are collected"),
+        ("opponent.written", "a snapshot for self-play has a temporary name", "self-play"),
+        ("opponent.stored", "it has its name; the pool does not hold it yet", "self-play"),
+        ("opponent.removing", "a snapshot that nothing names is about to be removed", "self-play"),
         ("rewards.scored", "the rollouts of an iteration have rewards"),
         ("rewards.recorded", "the rewards of an iteration are appended to rewards.jsonl"),
         ("rewards.cut", "the lines of iterations that will be repeated are truncated", "resume"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import os
 import re
 from collections import Counter
@@ -16,10 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.curriculum.watched_metrics import (
-    describe_unlogged_metric,
-    find_metric_range,
-)
+from rl_core.curriculum.watched_metrics import describe_unlogged_metric, find_metric_range
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.services import check_sink_installed
@@ -41,6 +39,7 @@ from tasks.config.policy_checks import (
     POLICY_KEY,
     check_curriculum,
     check_rollouts,
+    check_self_play_environment,
     list_watched_metrics,
 )
 from tasks.config.problems import ConfigProblem, Key, keys_overlap
@@ -51,9 +50,8 @@ from tasks.stage_registry import list_policy_stages, list_stage_names
 if TYPE_CHECKING:
     from rl_core.environments import Environment
 
-StageFinding = tuple[
-    ConfigProblem, tuple[Key, ...]
-]  # a problem, and the other keys that it depends on
+# a problem, and the other keys that it depends on
+StageFinding = tuple[ConfigProblem, tuple[Key, ...]]
 
 NETWORK_KEY: Key = ("stages", "network")
 _MODEL_PATH_KEY: Key = ("model", "path")
@@ -423,6 +421,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
             yield _Finding(problem, ())
     else:
         yield from _check_reward_columns(settings, environment, import_code)
+    yield from itertools.starmap(_Finding, check_self_play_environment(settings, environment))
     policy = settings.stages.policy
     for key, metric in list_watched_metrics(policy):
         if unlogged := describe_unlogged_metric(metric, environment):

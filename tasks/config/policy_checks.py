@@ -17,6 +17,8 @@ from rl_core.curriculum.watched_metrics import (
     find_missing_setting,
     list_watchable_metrics,
 )
+from rl_core.environments.environment import Environment
+from rl_core.environments.two_player import check_two_player_environment
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.rollout_workers.managed_server import check_start_settings
 from rl_core.settings import ExitCondition, PolicySettings, RollbackSettings
@@ -273,6 +275,21 @@ def _compute_slope_range(low: float, high: float, window: int) -> tuple[float, f
         return -math.inf, math.inf
     bound = (high - low) * sum(value for value in centered if value > 0) / spread
     return -bound, bound
+
+
+def check_self_play_environment(
+    settings: PipelineSettings, environment: Environment
+) -> Iterator[CurriculumFinding]:
+    """Yield the problem of an environment without two players, if the policy stage plays against itself."""
+    policy = settings.stages.policy
+    if policy is None or policy.self_play is None:
+        return
+    try:
+        check_two_player_environment(environment)
+    except SettingsError as error:
+        about = ("environments",) if settings.environments else ("environment",)
+        text = str(error).removeprefix("self_play: ")
+        yield _build_curriculum_finding((*POLICY_KEY, "self_play"), text, about)
 
 
 def check_rollouts(settings: PipelineSettings, check_servers: bool) -> Iterator[ConfigProblem]:

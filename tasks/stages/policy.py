@@ -62,6 +62,7 @@ def optimise_policy(
 def _run_policy_training(context: StageContext) -> dict[str, Any]:
     # Imported here: loads torch, which a cached run does not need.
     from rl_core.api.recipes.policy_gradient import build_policy_gradient_recipe
+    from rl_core.training.opponent_pool import OPPONENTS_FOLDER
 
     settings: PolicySettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
@@ -90,6 +91,7 @@ def _run_policy_training(context: StageContext) -> dict[str, Any]:
         process_group=context.process_group,
         make_environment=build_environment_factory(context.pipeline, data),
         server_log=context.folder / SERVER_LOG,
+        opponents_folder=context.checkpoints / OPPONENTS_FOLDER,
         stop_event=context.stop,
     )
     trainer = recipe.trainer

@@ -84,6 +84,7 @@ def build_policy_gradient_recipe(
     make_environment: Callable[[], Environment] | None = None,
     server_log: Path | None = None,
     stop_event: threading.Event | None = None,
+    opponents_folder: Path | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """Build the trainer of the algorithm in `settings.algorithm`: GRPO and its variants, PPO or REINFORCE.
 
@@ -97,6 +98,7 @@ def build_policy_gradient_recipe(
         make_environment: builds the environment in rollout workers; None = `environment` itself is sent to them.
         server_log: of an inference server that is started here; None = a temporary file.
         stop_event: ends the wait for that server.
+        opponents_folder: as in `PolicyGradientTrainer`.
     Raises: also BackendError, Stopped if that server does not start.
     """
     rewards = build_rewards(
@@ -126,6 +128,7 @@ def build_policy_gradient_recipe(
             process_group=process_group,
             teacher=teacher,
             custom_functions=custom_functions,
+            opponents_folder=opponents_folder,
         )
         stack.pop_all()
     selected_metric = best_metric if settings.patience is not None else None

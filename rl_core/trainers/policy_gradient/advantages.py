@@ -13,7 +13,8 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages, vtrace
 from rl_core.losses.masking import fill_masked
-from rl_core.settings import Algorithm
+from rl_core.losses.role_baseline import role_advantages
+from rl_core.settings import Algorithm, PolicySettings, RoleBaselineSettings
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,50 @@ def compute_relative_advantages(
         for index, advantages_G in zip(members, advantages_PG, strict=True):
             advantages[index] = advantages_G
     return advantages
+
+
+class RoleBaselines:
+    """Running means of the rewards of each role, over all iterations; a learned state of the trainer."""
+
+    def __init__(self, settings: RoleBaselineSettings, algorithm: Algorithm) -> None:
+        """Start with a mean of 0 for every role."""
+        self.settings, self.algorithm = settings, algorithm
+        self.values: dict[str, float] = {}
+
+    def estimate_advantages(
+        self, groups: Sequence[torch.Tensor], roles: Sequence[Sequence[str]]
+    ) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Compute advantages [G] of each group, and update the means.
+
+        A = (1 - w) (R - b_role) + w A_algorithm, w = `group_weight`.
+        Args:
+            roles: [G] of each group.
+        Returns: float64 advantages; the mean of each role as a metric.
+        """
+        sizes = [len(rewards_G) for rewards_G in groups]
+        names = [role for group in roles for role in group]
+        advantages_N, self.values = role_advantages(
+            torch.cat(list(groups)), names, self.values, decay=self.settings.decay
+        )
+        advantages = list(advantages_N.split(sizes))
+        weight = self.settings.group_weight
+        if weight:
+            compared = compute_relative_advantages(groups, self.algorithm)
+            advantages = [
+                (1 - weight) * by_role_G + weight * by_group_G
+                for by_role_G, by_group_G in zip(advantages, compared, strict=True)
+            ]
+        metrics = {
+            f"train/role_baseline/{role}": self.values[role] for role in dict.fromkeys(names)
+        }
+        return advantages, metrics
+
+
+def build_role_baselines(settings: PolicySettings) -> RoleBaselines | None:
+    """Build the running means that the settings ask for; None = the algorithm compares rewards itself."""
+    if settings.role_baseline is None:
+        return None
+    return RoleBaselines(settings.role_baseline, settings.algorithm)
 
 
 def scatter_rewards_to_last_token(

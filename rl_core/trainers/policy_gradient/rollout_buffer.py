@@ -38,6 +38,8 @@ from rl_core.rollouts.batching import build_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import (
+    RoleBaselines,
+    build_role_baselines,
     compute_relative_advantages,
     compute_value_advantages,
     select_group_method,
@@ -70,6 +72,7 @@ class ActorCriticModels:
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
     teacher: Teacher | None = None  # of a distillation: advantages come from it, not from rewards
     custom_functions: CustomFunctions = field(default_factory=CustomFunctions)
+    role_baselines: RoleBaselines | None = None  # None = the algorithm's comparison of rewards
 
     @property
     def device(self) -> torch.device:
@@ -133,6 +136,7 @@ def build_actor_critic(
             reference,
             teacher=teacher,
             custom_functions=custom_functions,
+            role_baselines=build_role_baselines(settings),
         )
     if critic_settings.kind == "shared":
         head = ValueHead(read_hidden_size(model)).to(next(model.parameters()).device)
@@ -508,8 +512,11 @@ class RolloutBuffer:
     def _compute_relative_advantages(
         self, rewards_R: torch.Tensor, rows: Sequence[Sequence[int]]
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Compute advantages [G] of groups of rows, by the user's estimator (with metrics) or the algorithm's."""
+        """Compute advantages [G] of groups of rows, by role, the user's estimator, or the algorithm."""
         groups = [rewards_R[list(group_rows)] for group_rows in rows]
+        if self.actor_critic.role_baselines is not None:
+            roles = [[self.samples[row].role for row in group_rows] for group_rows in rows]
+            return self.actor_critic.role_baselines.estimate_advantages(groups, roles)
         estimator = self.actor_critic.custom_functions.advantages
         if estimator is None:
             return compute_relative_advantages(groups, self.settings.algorithm), {}

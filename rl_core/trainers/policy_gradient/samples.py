@@ -47,6 +47,7 @@ class TrainingSample:
     is_replayed: bool = False
     is_masked: bool = False  # True = no reward could be computed, so it carries no loss
     turns: Sequence[SampleTurn] = ()  # for credit by turn
+    role: str = ""  # level and kind of the episode, for baselines by role
     # [T] with credit by turn, where `advantage` is the rollout's alone; None = all tokens have `advantage`
     token_advantages: Sequence[float] | None = None
 
@@ -80,8 +81,14 @@ def build_sample_groups(
         if mask_truncated and is_cut_by_token_limit(rollout):
             row = dataclasses.replace(row, loss_mask=[False] * len(row.loss_mask))
         turns = [] if task_weight is None else build_sample_turns(rollout, task_weight)
+        trajectory = rollout.trajectory
         return TrainingSample(
-            row, rollout.reward, is_truncated, is_masked=rollout.is_masked, turns=turns
+            row,
+            rollout.reward,
+            is_truncated,
+            is_masked=rollout.is_masked,
+            turns=turns,
+            role="/".join(part for part in (trajectory.level, trajectory.kind) if part),
         )
 
     return [[sample(rollout) for rollout in group.rollouts] for group in groups]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,8 @@ from rl_core.curriculum.watched_metrics import check_watched_tools, list_watchab
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import StoreFailedEpisode
-from rl_core.inference.sampling import RolloutBackend
+from rl_core.environments.two_player import NUM_PLAYERS
+from rl_core.inference.sampling import RolloutBackend, compute_sequence_seed
 from rl_core.inference.teacher import Teacher
 from rl_core.models.hidden_states import TurnEmbeddings, compute_turn_embeddings
 from rl_core.rewards.components import OverlongPenalty
@@ -48,6 +50,7 @@ from rl_core.trainers.policy_gradient.samples import (
     sample_groups_with_signal,
     warn_about_single_turns,
 )
+from rl_core.trainers.policy_gradient.self_play import SelfPlay
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
@@ -130,6 +133,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         process_group: ProcessGroup = SINGLE_PROCESS,
         teacher: Teacher | None = None,
         custom_functions: Mapping[str, Callable[..., Any]] | None = None,
+        opponents_folder: Path | None = None,
     ) -> None:
         """Build all parts; no episode is drawn or played yet.
 
@@ -146,7 +150,9 @@ class PolicyGradientTrainer(RolloutTrainer):
                 measured.
             custom_functions: the user's loss and advantage estimator, by setting name; None = import those in the
                 settings.
-        Raises: SettingsError for a level or watched tool that the environment lacks, a KL term without a reference, or
+            opponents_folder: of the policy's past versions in self-play; None = in memory and in checkpoints.
+        Raises: SettingsError for a level or watched tool that the environment lacks, an environment without two players
+            in self-play, a KL term without a reference, or
             a router's loss for a model without a router; DataError for a renderer without padding token if pad_id is
             None.
         """
@@ -194,6 +200,20 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._scorer = GroupScorer(
             rewards, model, settings, self.pad_id, self.optimizer_step, process_group
         )
+        self._self_play: SelfPlay | None = None
+        if settings.self_play is not None:
+            self._self_play = SelfPlay(
+                model,
+                backend,
+                renderer,
+                environment,
+                settings,
+                seed,
+                levels=levels,
+                pad_id=self.pad_id,
+                folder=opponents_folder,
+            )
+        self._self_play_metrics: dict[str, float] = {}  # of the current iteration's games
         self._snapshots = self._build_snapshots()
         self._numerics = NumericsGate(
             model, backend, settings, self.optimizer_step, self._build_snapshots()
@@ -231,6 +251,8 @@ class PolicyGradientTrainer(RolloutTrainer):
             self.curriculum.index, self.curriculum.restorable_stages, self._collect_learned_state
         )
         self._numerics.prepare_iteration(self._collect_learned_state)
+        if self._self_play is not None:
+            self._self_play.prepare_iteration(self.iteration)
         rng = self._build_generator()
         played_groups, self.groups, metrics = self._play_and_score(rng)
         rollout_seconds = metrics["perf/rollout_seconds"]
@@ -241,6 +263,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             visual_tools=self._visual_tools,
             environments=self._list_mixed_environments(),
         )
+        metrics |= self._self_play_metrics
         rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)
         if self.server is not None:
@@ -282,11 +305,15 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     def evaluate(self) -> dict[str, float]:
         """Return the evaluator's metrics with the current weights."""
-        if self.evaluator is None:
+        if self.evaluator is None and self._self_play is None:
             return {}
         self.backend.refresh_weights()
-        sharded = self.optimizer_step.sharded
-        metrics = dict(sharded.run_independently_with_full_weights(self.evaluator))
+        metrics: dict[str, float] = {}
+        if self.evaluator is not None:
+            sharded = self.optimizer_step.sharded
+            metrics |= sharded.run_independently_with_full_weights(self.evaluator)
+        if self._self_play is not None:
+            metrics |= self._self_play.evaluate(self.iteration)
         self._latest_evaluation = self.process_group.run_on_rank_zero(
             functools.partial(dict, metrics)
         )
@@ -306,6 +333,7 @@ class PolicyGradientTrainer(RolloutTrainer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state besides weights and the policy's optimizer."""
         critic = self.actor_critic.critic_optimizer_step
+        baselines, self_play = self.actor_critic.role_baselines, self._self_play
         return {
             "iteration": self.iteration,
             "rollouts_played": self.rollouts_played,
@@ -323,6 +351,10 @@ class PolicyGradientTrainer(RolloutTrainer):
             "entries": self._snapshots.state_dict(),
             "numerics": self._numerics.state_dict(),
             **({"stream": self.stream.state_dict()} if self.stream is not None else {}),
+            **({"role_baselines": dict(baselines.values)} if baselines is not None else {}),
+            **(
+                {"self_play": self_play.state_dict(self.iteration)} if self_play is not None else {}
+            ),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -346,11 +378,24 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._numerics.load_state_dict(state.get("numerics", {}))
         if self.stream is not None:
             self.stream.load_state_dict(state["stream"])
+        self._load_role_baselines(state)
+        if self._self_play is not None:
+            self._self_play.load_state_dict(state["self_play"])
 
     def _collect_learned_state(self) -> dict[str, Any]:
         """Return the state that a rollback restores besides weights and optimizers."""
         replay = self._replay.state_dict() if self._replay is not None else None
-        return {"kl_coef": self.kl_coef, "rewards": self.rewards.state_dict(), "replay": replay}
+        state = {"kl_coef": self.kl_coef, "rewards": self.rewards.state_dict(), "replay": replay}
+        baselines = self.actor_critic.role_baselines
+        return state if baselines is None else {**state, "role_baselines": dict(baselines.values)}
+
+    def _load_role_baselines(self, state: Mapping[str, Any]) -> None:
+        """Load the running means of rewards by role, if the settings have them."""
+        if self.actor_critic.role_baselines is not None:
+            values = state.get("role_baselines", {})
+            self.actor_critic.role_baselines.values = {
+                str(role): float(value) for role, value in values.items()
+            }
 
     def _roll_back_stage(self, target: int, rollback: RollbackSettings | None) -> None:
         """Restore everything that training changes to the snapshot taken at the entry of stage `target`."""
@@ -365,6 +410,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.rewards.load_state_dict(state["rewards"])
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
+        self._load_role_baselines(state)
 
     def _play_and_score(
         self, rng: np.random.Generator
@@ -401,6 +447,18 @@ class PolicyGradientTrainer(RolloutTrainer):
                 count, settings, lambda rng: self._draw_episodes(rng, 1)[0]
             )
         purpose: tuple[str | int, ...] = ("rollouts", self.iteration)
+        if self._self_play is not None:
+            self.failures.iteration = self.iteration
+            groups, self._self_play_metrics = self._self_play.play_iteration(
+                self.iteration,
+                self._draw_episodes(rng, count // NUM_PLAYERS),
+                group_size=settings.group_size,
+                sampling=settings.sampling,
+                seed=compute_sequence_seed(self.seed, *purpose),
+                policy_version=self.optimizer_step.num_steps,
+                failures=self.failures,
+            )
+            return [group for group in groups if group.rollouts]
         return self._play_groups(
             self._draw_episodes(rng, count),
             group_size=settings.group_size,

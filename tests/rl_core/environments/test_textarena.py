@@ -185,6 +185,13 @@ def test_with_the_package() -> None:
     episode = board.episode(1, "default")  # Player 1: the random player has moved
     text = episode.reset()[0]["content"]
     assert "You are Player 1 in Tic Tac Toe." in text and "[Player 0] [" in text
+    both = board.create_game(3, "default")
+    both.begin()
+    for number, move in enumerate(("[0]", "[4]", "[1]", "[5]", "[2]")):
+        text = both.take_messages(number % 2)[0]["content"]
+        assert f"You are Player {number}" in text or number > 1
+        both.play(move)
+    assert both.outcome is not None and both.outcome.rewards == (1.0, -1.0)
     for game in ("ConnectFour-v0", "Nim-v0", "KuhnPoker-v0"):
         build(game, timeout_s=120.0).episode(0, "default").reset()
         build(game, timeout_s=120.0).episode(1, "default").reset()
