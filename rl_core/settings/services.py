@@ -320,6 +320,12 @@ class ServiceWorkerSettings(Settings):
         le=1e9,
         doc="lifetime of an unused sampler without a saved path; one hour after its session's end",
     )
+    recorded_seconds: float = setting(
+        86_400.0,
+        gt=0.0,
+        le=1e9,
+        doc="how long what a sample recorded (record_stability_info) can be trained on, after sampling or its last use",
+    )
     stop_seconds: float = setting(
         60.0,
         gt=0.0,

@@ -171,6 +171,17 @@ class SamplerRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSequence:
+    """What a sample recorded about one of its sequences."""
+
+    sequence_id: str
+    session_id: str
+    touched: float  # sampling, or the newest training request that used it
+    temperature: float  # of the recorded distributions
+    content: bytes  # safetensors; see `worker.recorded_sequences`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRecord:
     """Saved weights under a tinker:// path."""
 

@@ -60,6 +60,7 @@ from posttrain.training_service.wire.request_header import parse_forward_backwar
 from rl_core.errors import ServiceError
 from rl_core.service.request_checks import NO_TARGET, EvaluateRequest
 from rl_core.service.requests import (
+    RECORDED_TOKENS,
     AdamParameters,
     AdapterConfig,
     CreateModel,
@@ -67,6 +68,7 @@ from rl_core.service.requests import (
     ForwardBackward,
     OptimizerKind,
     OptimStep,
+    ProvenanceSpan,
     SampleParameters,
     SampleRequest,
     densify_rows,
@@ -180,10 +182,6 @@ def decode_sample_body(payload: bytes, seed: int, target: str) -> SampleRequest:
     body = parse_request_body(SampleBody, payload)
     if body.prompt_alt_tokens_k:
         raise ServiceError("asample: prompt_alt_tokens_k is not supported", "user")
-    if body.record_stability_info:
-        raise ServiceError(
-            "asample: record_stability_info is not supported, nor is stable_reinforce", "user"
-        )
     prompt = join_prompt_tokens(body.prompt)
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < len(prompt)):
@@ -201,6 +199,7 @@ def decode_sample_body(payload: bytes, seed: int, target: str) -> SampleRequest:
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
+        recorded_tokens=RECORDED_TOKENS if body.record_stability_info else 0,
         target_prompt_logprobs=_decode_targets(body.target_prompt_logprobs),
     )
 
@@ -354,7 +353,29 @@ def _decode_datum(datum: Any, location: str, budget: DenseBudget) -> Datum:
         name: read_tensor(tensor, f"{location}.loss_fn_inputs['{name}']", budget)
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs)
+    return Datum(
+        np.concatenate(parts) if parts else np.zeros(0, np.int32),
+        inputs,
+        _decode_spans(datum.model_input_spans, f"{location}.model_input_spans"),
+        _decode_spans(datum.loss_fn_input_spans, f"{location}.loss_fn_input_spans"),
+    )
+
+
+def _decode_spans(spans: Any, location: str) -> tuple[ProvenanceSpan, ...]:
+    decoded = []
+    for index, span in enumerate(spans):
+        source = span.WhichOneof("source")
+        if source is None:
+            raise ServiceError(f"{location}[{index}]: names no tokens", "user")
+        tokens = getattr(span, source)
+        if min(tokens.offset, tokens.length) < 0:
+            raise ServiceError(
+                f"{location}[{index}]: offset {tokens.offset} and length {tokens.length}, expected 0 or more",
+                "user",
+            )
+        kind: Literal["prompt", "sampled"] = "prompt" if source == "prompt_tokens" else "sampled"
+        decoded.append(ProvenanceSpan(kind, tokens.sequence_id, tokens.offset, tokens.length))
+    return tuple(decoded)
 
 
 def _decode_optim_step(payload: bytes, facts: Facts, target: str) -> OptimStep:

@@ -74,6 +74,8 @@ class Housekeeping:
         self._store.expire_results(
             result_seconds=settings.result_seconds, memory_seconds=settings.memory_seconds
         )
+        if removed_sequences := self._store.remove_expired_sequences(settings.recorded_seconds):
+            log.info("%d recorded sequences expired", removed_sequences)
         if cancelled := self._store.cancel_blocked_requests(SILENT_SESSION_SECONDS):
             log.info("%d requests behind a missing one cancelled; their sessions ended", cancelled)
         removed = self._weights.delete_expired_weights()
