@@ -331,6 +331,7 @@ def train(folder, base, plan):
         updated = scene.execute(update(run, seq + 3))
         digests += [stored.answer for stored in (sampled, passed, updated)]
         assert scene.execute(loss(run, seq + 2, data, "stable_reinforce", kl_coeff=0.05)) == passed
+        scene.worker._runs.wait_for_snapshots()
         seq += 3
     faults.configure_faults(None)
     state = scene.read_run(run)
