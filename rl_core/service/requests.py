@@ -146,6 +146,15 @@ class SampleRequest:
     target_prompt_logprobs: np.ndarray | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Request for the log-probabilities of rows under a reference model, or their scores by a reward model."""
+
+    model: str  # name in the settings, which says the kind
+    rows: tuple[np.ndarray, ...]  # integers [S]
+    temperature: float = 1.0  # of log-probabilities
+
+
 def densify_rows(
     values: np.ndarray,
     row_starts: np.ndarray,

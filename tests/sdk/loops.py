@@ -114,7 +114,7 @@ def train_stable(service, results):
     training = resolve(service.create_lora_training_client(base_model="base", rank=8, seed=5))
     prompt, parameters = [3, 4], types.SamplingParams(max_tokens=6, stop=[])
     rewards = []
-    for step in range(10):
+    for step in range(12):
         if step % 3 == 0:
             sampling = resolve(
                 training.save_weights_and_get_sampling_client(record_stability_info=True)

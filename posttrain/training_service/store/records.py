@@ -21,10 +21,16 @@ RequestKind = Literal[
     "sample",
     "unload_model",
     "evaluate",
+    "score",
 ]
 RequestState = Literal["waiting", "running", "done", "failed", "cancelled"]
 ContentType = Literal["json", "protobuf"]
-_LINE_BY_KIND = {"create_sampler": "sampler", "sample": "sample", "evaluate": "evaluate"}
+_LINE_BY_KIND = {
+    "create_sampler": "sampler",
+    "sample": "sample",
+    "evaluate": "evaluate",
+    "score": "score",
+}
 
 
 def resolve_request_line(kind: str) -> str:

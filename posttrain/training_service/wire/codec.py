@@ -52,8 +52,10 @@ from posttrain.training_service.wire.request_bodies import (
     SaveExternalBody,
     SaveForSamplerBody,
     SaveWeightsBody,
+    ScoreBody,
     TensorBody,
     Text,
+    TextList,
     parse_request_body,
 )
 from posttrain.training_service.wire.request_header import parse_forward_backward
@@ -71,9 +73,10 @@ from rl_core.service.requests import (
     ProvenanceSpan,
     SampleParameters,
     SampleRequest,
+    ScoreRequest,
     densify_rows,
 )
-from rl_core.service.responses import ModelEvaluation
+from rl_core.service.responses import ModelEvaluation, ReferenceScores
 from rl_core.service.results import (
     ForwardBackwardResult,
     OptimStepResult,
@@ -91,11 +94,6 @@ _OPTIMIZER_FAMILIES: dict[str, OptimizerKind] = {
     "dimuon": "muon",
     "muon": "muon",
 }
-
-TokenIdList = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 18)]
-TextList = Annotated[
-    tuple[Annotated[str, Field(max_length=1 << 20)] | TokenIdList, ...], Field(max_length=1 << 20)
-]
 
 
 class EvaluateSampling(RequestBody):
@@ -141,6 +139,12 @@ class EvaluateBody(RequestBody):
     seed: Annotated[int, Field(ge=0, lt=1 << 53, description="of samples and intervals")] = 0
     confidence: Annotated[Finite, Field(gt=0, lt=1)] = 0.95
     resamples: Annotated[int, Field(ge=1, le=100_000)] = 2000
+
+
+def _decode_scores(payload: bytes, facts: Facts, target: str) -> ScoreRequest:
+    body = parse_request_body(ScoreBody, payload)
+    rows = tuple(np.array(row, dtype=np.int64) for row in body.rows)
+    return ScoreRequest(model=str(facts["model"]), rows=rows, temperature=body.temperature)
 
 
 def decode_evaluation(payload: bytes) -> EvaluateRequest:
@@ -495,6 +499,7 @@ _DECODERS: dict[str, Callable[[bytes, Facts, str], Command]] = {
     "sample": _decode_sample,
     "unload_model": _decode_unload_model,
     "evaluate": _decode_evaluate,
+    "score": _decode_scores,
 }
 
 
@@ -520,7 +525,7 @@ def encode_result(
         return json.dumps({"metrics": metrics}).encode(), "json"
     if isinstance(result, SamplerOpened):
         return json.dumps({"type": kind, "sampling_session_id": result.sampler_id}).encode(), "json"
-    if isinstance(result, ModelEvaluation):
+    if isinstance(result, ModelEvaluation | ReferenceScores):
         return json.dumps(asdict(result), allow_nan=False).encode(), "json"
     return json.dumps({"type": kind, **asdict(result)}).encode(), "json"
 

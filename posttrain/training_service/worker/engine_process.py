@@ -96,7 +96,12 @@ class EngineProcess:
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self._store = store
         self._folder = ServiceFolder(Path(settings.folder).resolve())
-        engine = TrainingEngine(settings.engine, settings.references, settings.reference_models)
+        engine = TrainingEngine(
+            settings.engine,
+            settings.references,
+            settings.reference_models,
+            settings.reward_models,
+        )
         self._rounds = FairRounds(settings.worker.batch_requests, settings.engine.max_runs)
         weights = WeightsStorage(engine, store, self._folder, settings.worker)
         context = WorkerContext(engine, store, self._folder, weights, settings)

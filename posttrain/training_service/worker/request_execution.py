@@ -45,7 +45,7 @@ from posttrain.training_service.worker.saved_weights import WorkerContext, descr
 from rl_core.errors import BackendError, ServiceError
 from rl_core.out_of_memory import format_first_line
 from rl_core.service.request_checks import EvaluateRequest
-from rl_core.service.requests import CreateModel, ForwardBackward, SampleRequest
+from rl_core.service.requests import CreateModel, ForwardBackward, SampleRequest, ScoreRequest
 from rl_core.service.results import ForwardBackwardResult, OptimStepResult, SampleResult
 from rl_core.storage.faults import inject_fault
 
@@ -149,6 +149,8 @@ class RequestExecutor:
         if isinstance(command, EvaluateRequest):
             evaluation = self._engine.evaluate(self._resolve_model_folders(command, request.owner))
             return self._build_outcome(request, evaluation)
+        if isinstance(command, ScoreRequest):
+            return self._build_outcome(request, self._engine.score_rows(command))
         self._runs.ensure_loaded(target)
         if isinstance(command, SaveForSampler) and command.sampler_id is not None:
             row, run = self._samplers.publish_sampler(command, request)
