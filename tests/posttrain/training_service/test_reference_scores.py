@@ -200,9 +200,12 @@ def test_bad_bodies_are_refused_at_once(service, body):
 
 @pytest.mark.parametrize("point", ["claimed", "computed", "finishing", "finished"])
 def test_a_worker_that_dies_computes_them_again(tmp_path, base_folder, models, point):
-    with running_service(
-        tmp_path / "s", base_folder, worker=False, models=models, poll_seconds=0.2
-    ) as idle, connect(idle) as client:
+    with (
+        running_service(
+            tmp_path / "s", base_folder, worker=False, models=models, poll_seconds=0.2
+        ) as idle,
+        connect(idle) as client,
+    ):
         accepted = client.submit_scores("start", ROWS)
         assert client.scores(accepted.request_id) is None
         faults.configure_faults(f"service.{point}:1:raise")
