@@ -16,8 +16,8 @@ import numpy as np
 from rl_core.service.client import AsyncServiceClient
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
-ITERATIONS, SAMPLES, MAX_TOKENS, EPOCHS = 12, 16, 12, 2
-GAMMA, GAE_LAMBDA, KL_COEF, LEARNING_RATE = 1.0, 0.95, 0.01, 3e-3
+ITERATIONS, SAMPLES, MAX_TOKENS, EPOCHS = 15, 16, 12, 2
+GAMMA, GAE_LAMBDA, KL_COEF, LEARNING_RATE = 1.0, 0.95, 0.01, 1e-2
 
 
 def compute_gae(rewards_T, values_T, gamma=GAMMA, gae_lambda=GAE_LAMBDA):
@@ -103,9 +103,9 @@ async def run_iteration(training, client):
     difference = 0.0
     for datum, old, output in zip(data, values, first.loss_fn_outputs, strict=True):
         rewards, mask = (datum.loss_fn_inputs[name].to_numpy() for name in ("rewards", "mask"))
-        own = compute_gae(rewards[mask != 0], old[mask != 0])
+        ours = compute_gae(rewards[mask != 0], old[mask != 0])
         theirs = output["advantages"].to_numpy()[mask != 0]
-        difference = max(difference, float(np.abs(own - theirs).max()))
+        difference = max(difference, float(np.abs(ours - theirs).max()))
     kl = first.metrics["ref_kl:mean"]
     reward = float(np.mean([np.mean(np.array(sequence.tokens) % 2 == 0) for _, sequence in pairs]))
     return reward, kl, difference

@@ -68,11 +68,11 @@ def follow_policy_rewards(online: OnlineSettings, policy: PolicySettings | None)
         options = policy.reward_options
     if "learned" in rewards and online.reward_model is None:
         del rewards["learned"]
-        kept = {
-            name: tuple(value for value in getattr(options, name) if value != "learned")
-            for name in ("normalise", "cache")
-        }
-        options = dataclasses.replace(options, **kept)
+        options = dataclasses.replace(
+            options,
+            normalise=tuple(name for name in options.normalise if name != "learned"),
+            cache=tuple(name for name in options.cache if name != "learned"),
+        )
         logger.warning(
             "online.rewards: the policy stage's component 'learned' is left out; set online.reward_model to use it"
         )

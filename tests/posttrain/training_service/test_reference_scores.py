@@ -50,9 +50,9 @@ def forward(service, request):
     response = service.client.request(
         request.method, str(request.url), content=request.content, headers=headers
     )
-    kept = {"content-type": response.headers["content-type"]}
-    kept |= {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
-    return httpx.Response(response.status_code, headers=kept, content=response.content)
+    sent = {"content-type": response.headers["content-type"]}
+    sent |= {name: response.headers[name] for name in ("retry-after",) if name in response.headers}
+    return httpx.Response(response.status_code, headers=sent, content=response.content)
 
 
 def connect(service, key=None, **options):

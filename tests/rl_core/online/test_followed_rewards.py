@@ -26,10 +26,10 @@ def test_the_policy_stages_weights_and_options_are_followed(tmp_path):
     assert settings.rewards is not policy.rewards
 
 
-@pytest.mark.parametrize("own", [{"task": 1.0}, {"format": 0.5}])
-def test_what_the_section_sets_stays(own):
+@pytest.mark.parametrize("weights", [{"task": 1.0}, {"format": 0.5}])
+def test_what_the_section_sets_stays(weights):
     policy = PolicySettings(rewards=WEIGHTS, reward_options=RewardSettings(clip=3.0))
-    online = OnlineSettings(rewards=own)
+    online = OnlineSettings(rewards=weights)
     assert follow_policy_rewards(online, policy) == online
     options = OnlineSettings(reward_options=RewardSettings(clip=1.0))
     followed = follow_policy_rewards(options, policy)
