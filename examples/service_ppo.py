@@ -16,8 +16,8 @@ import numpy as np
 from rl_core.service.client import AsyncServiceClient
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [14]]
-ITERATIONS, SAMPLES, MAX_TOKENS, EPOCHS = 15, 16, 12, 2
-GAMMA, GAE_LAMBDA, KL_COEF, LEARNING_RATE = 1.0, 0.95, 0.01, 1e-2
+ITERATIONS, SAMPLES, MAX_TOKENS, EPOCHS = 20, 16, 12, 2
+GAMMA, GAE_LAMBDA, KL_COEF, LEARNING_RATE = 1.0, 0.95, 0.01, 3e-3
 
 
 def compute_gae(rewards_T, values_T, gamma=GAMMA, gae_lambda=GAE_LAMBDA):
