@@ -85,9 +85,12 @@ def _resolve_service_paths(settings: ServiceSettings, folder: Path) -> ServiceSe
     engine = dataclasses.replace(
         settings.engine, bases=_resolve_model_paths("engine.bases", settings.engine.bases, folder)
     )
-    models = _resolve_model_paths("reference_models", settings.reference_models, folder)
+    models: dict[str, Any] = {
+        name: _resolve_model_paths(name, getattr(settings, name), folder)
+        for name in ("reference_models", "reward_models")
+    }
     root = str(Path(settings.folder).resolve())
-    return dataclasses.replace(settings, folder=root, engine=engine, reference_models=models)
+    return dataclasses.replace(settings, folder=root, engine=engine, **models)
 
 
 def _resolve_model_paths(key: str, models: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -138,6 +138,7 @@ def _build_learning_plan(settings: PipelineSettings, output: Path) -> OnlineLear
         environment=settings.environment,
         experiment=settings.experiment,
         alerts=dict(settings.tracking.alerts),
+        policy=settings.stages.policy,
     )
 
 

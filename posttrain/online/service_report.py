@@ -111,6 +111,7 @@ def write_service_report(folder: Path, output: Path | None = None) -> Path:
         _summarize_service(record),
         _summarize_components(record),
         _draw_guardrails(record),
+        _summarize_learning_rates(record),
         _rank_experiences(record),
         _list_gate_decisions(record),
         _list_events(record),
@@ -204,6 +205,37 @@ def _draw_guardrails(record: OnlineServiceRecord) -> ReportSection:
     return ReportSection("Guardrails", note, figures=figures)
 
 
+def _summarize_learning_rates(record: OnlineServiceRecord) -> ReportSection:
+    """Summarize the distribution of the learning rate over the updates that were taken."""
+    rates = sorted(
+        float(update["learning_rate"])
+        for update in record.updates
+        if update.get("losses") and not update.get("refused")
+    )
+    if not rates:
+        return ReportSection("Learning rates")
+    low, high = rates[0], rates[-1]
+    rows = [
+        (name, f"{rates[round(share * (len(rates) - 1))]:.3g}")
+        for name, share in (
+            ("lowest", 0.0),
+            ("10%", 0.1),
+            ("median", 0.5),
+            ("90%", 0.9),
+            ("highest", 1.0),
+        )
+    ]
+    rows.append(("mean", f"{sum(rates) / len(rates):.3g}"))
+    rows.append(("updates at the lowest", f"{rates.count(low) / len(rates):.1%}"))
+    rows.append(("updates at the highest", f"{rates.count(high) / len(rates):.1%}"))
+    note = (
+        "The rate follows the error of each update within its bounds (min_learning_rate, max_learning_rate). Many "
+        "updates at the lowest or highest rate mean that a bound decides."
+    )
+    figures = [("updates by learning rate", draw_histogram_svg(rates))]
+    return ReportSection("Learning rates", note, (("of taken updates", "rate"), rows), figures)
+
+
 def _rank_experiences(record: OnlineServiceRecord) -> ReportSection:
     weights: dict[str, float] = defaultdict(float)
     experiences: dict[str, dict[str, Any]] = {}
@@ -284,6 +316,32 @@ def draw_curve_svg(points: Sequence[tuple[float, float]], target: float | None =
         parts.append(f"<text x='{left - 6}' y='{y + 4}' text-anchor='end'>{value:.3g}</text>")
     parts.append(f"<text x='{left}' y='{height - 6}'>update {first:g}</text>")
     parts.append(f"<text x='{width - 8}' y='{height - 6}' text-anchor='end'>{last:g}</text></svg>")
+    return "".join(parts)
+
+
+def draw_histogram_svg(values: Sequence[float], num_bins: int = 20) -> str:
+    """Draw the counts of values in equal bins as SVG. Equal values are one bar."""
+    width, height, left, low = 640, 170, 64, 24
+    start, end = min(values), max(values)
+    counts = [0] * (num_bins if end > start else 1)
+    for value in values:
+        position = (value - start) / (end - start) if end > start else 0.0
+        counts[min(len(counts) - 1, int(position * len(counts)))] += 1
+    most, bar = max(counts), (width - left - 8) / len(counts)
+    parts = [
+        f"<svg viewBox='0 0 {width} {height}' role='img' style='max-width:720px;fill:var(--faint);font-size:11px'>"
+    ]
+    for index, count in enumerate(counts):
+        size = (height - low - 12) * count / most
+        x, y = left + index * bar, height - low - size
+        parts.append(
+            f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(1.0, bar - 2):.1f}' height='{size:.1f}' "
+            "style='fill:var(--blue)'/>"
+        )
+    parts.append(f"<text x='{left - 6}' y='16' text-anchor='end'>{most}</text>")
+    parts.append(f"<text x='{left - 6}' y='{height - low + 4}' text-anchor='end'>0</text>")
+    parts.append(f"<text x='{left}' y='{height - 6}'>{start:.3g}</text>")
+    parts.append(f"<text x='{width - 8}' y='{height - 6}' text-anchor='end'>{end:.3g}</text></svg>")
     return "".join(parts)
 
 

@@ -36,7 +36,13 @@ from rl_core.online.service_files import (
     read_json_object,
 )
 from rl_core.processes.heartbeats import HeartbeatProcess, StandbyProcess
-from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineSettings, ServingSettings
+from rl_core.settings import (
+    EnvironmentSettings,
+    ModelSettings,
+    OnlineSettings,
+    PolicySettings,
+    ServingSettings,
+)
 from rl_core.storage.manifest import digest_folder
 from tasks.tracking import ModelVersion, Tracking
 from tasks.tracking.extra_trackers import build_alert_tracker
@@ -57,6 +63,7 @@ class OnlineLearningPlan:
     environment: EnvironmentSettings
     experiment: str
     alerts: dict[str, str]
+    policy: PolicySettings | None = None  # the stage whose rewards online learning follows
 
 
 class OnlineLearner:
@@ -83,7 +90,11 @@ class OnlineLearner:
         """
         folder = self._resolve_folder(self._source.find_version())
         settings = build_pipeline_settings(
-            self._plan.online, self._plan.environment, self._model, folder.path
+            self._plan.online,
+            self._plan.environment,
+            self._model,
+            folder.path,
+            self._plan.policy,
         )
         source = SnapshotSource(settings, self._serving, int(folder.facts.get("version") or 0))
         start_run = partial(self._start_tracking_run, folder, settings)

@@ -16,8 +16,9 @@ from rl_core.service.requests import (
     OptimizerKind,
     OptimStep,
     SampleRequest,
+    ScoreRequest,
 )
-from rl_core.service.responses import ModelEvaluation
+from rl_core.service.responses import ModelEvaluation, ReferenceScores
 from rl_core.service.results import ForwardBackwardResult, OptimStepResult, SampleResult
 
 
@@ -110,6 +111,7 @@ Command = (
     | OpenSampler
     | UnloadModel
     | EvaluateRequest
+    | ScoreRequest
 )
 Result = (
     ForwardBackwardResult
@@ -121,4 +123,5 @@ Result = (
     | SamplerOpened
     | ModelUnloaded
     | ModelEvaluation
+    | ReferenceScores
 )

@@ -1,8 +1,8 @@
 """Policy-gradient losses: normalised ones for the trainers, plain sums for clients of the training service.
 
-Losses named `*_loss` divide by a global denominator. Those named `summed_*`, `importance_sampling_loss` and
-`proximal_regression_loss` are plain sums over tokens with thresholds of the ratio, which remote clients select by name.
-A request may be split anywhere: they divide by no count, so the gradient of the whole is the sum over its parts.
+Losses named `*_loss` divide by a global denominator. Those named `summed_*`, `importance_sampling_loss`,
+`proximal_regression_loss` and `score_centered_loss` are plain sums over tokens, which remote clients select by name. A
+request may be split anywhere: they divide by no count, so the gradient of the whole is the sum over its parts.
 
 Suffixes: B rows, T tokens. r = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp. In the sums, p
 is the current and q the sampler's log-probability, r = exp(p - q).
@@ -15,7 +15,7 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.aggregation import aggregate
 from rl_core.losses.host_reads import check_condition
-from rl_core.losses.kl import kl_k1, kl_k3
+from rl_core.losses.kl import kl_k1, kl_k3, truncated_forward_kl
 from rl_core.losses.masking import (
     check_count,
     check_finite,
@@ -26,6 +26,7 @@ from rl_core.losses.masking import (
 )
 
 LOG_RATIO_LIMIT = 20.0
+NOT_RECORDED = -1e4  # nats; log-probabilities up to here mark entries without a token
 Metrics = dict[str, torch.Tensor]
 
 
@@ -439,3 +440,47 @@ def _check_thresholds(mask_BT: torch.Tensor, low_BT: torch.Tensor, high_BT: torc
             "thresholds of the ratio: 0 <= clip_low_threshold <= clip_high_threshold must hold"
         ),
     )
+
+
+def score_centered_loss(
+    logprobs_BT: torch.Tensor,
+    top_logprobs_BTK: torch.Tensor,
+    sampler_top_logprobs_BTK: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    *,
+    kl_coeff: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute L = -sum (A p + (A - kl_coeff) KL(q || p)), q the distribution that each token was sampled from.
+
+    The gradient of -A (p + KL(q || p)) is -A (grad p - E_q[grad p]): REINFORCE without the expected score of the
+    sampler, which is 0 on policy and a drift towards the sampler elsewhere. `kl_coeff` pulls the policy to the sampler.
+    KL(q || p) is over the recorded tokens and all others merged into one (`truncated_forward_kl`); it is exact if every
+    token was recorded. No ratio appears, so nothing is clipped.
+
+    Args:
+        logprobs_BT: float [B, T], nats, of the sampled tokens, with gradient.
+        top_logprobs_BTK: float [B, T, K], nats, of the recorded tokens, with gradient.
+        sampler_top_logprobs_BTK: float [B, T, K], nats, q of the same tokens; `NOT_RECORDED` or less = no token.
+        advantages_BT: float [B, T]. mask_BT: bool [B, T], True = token counts.
+    Returns: scalar; KL(q || p) [B, T], detached, 0 where the mask is False.
+    Raises: DataError on shapes or non-finite values.
+    Source: Marek and Ryabinin 2026, "Score Centering Stabilizes Off-policy Reinforcement Learning", arXiv:2609.20807;
+        the tail of q is modelled as the policy's tail, rescaled to the mass of q that was not recorded.
+    """
+    check_inputs(mask_BT, logprobs=logprobs_BT, advantages=advantages_BT)
+    shape = (*mask_BT.shape, top_logprobs_BTK.shape[-1])
+    if top_logprobs_BTK.shape != shape or sampler_top_logprobs_BTK.shape != shape:
+        raise DataError(
+            f"score centering: shapes of the recorded tokens {tuple(top_logprobs_BTK.shape)} and "
+            f"{tuple(sampler_top_logprobs_BTK.shape)}, expected {shape}"
+        )
+    q_NK = sampler_top_logprobs_BTK[mask_BT].detach()
+    p_NK = top_logprobs_BTK[mask_BT]
+    p_NK = torch.where(q_NK > NOT_RECORDED, p_NK, torch.full_like(p_NK, 2 * NOT_RECORDED))
+    kl_N = truncated_forward_kl(q_NK, 1.0 - q_NK.exp().sum(-1), p_NK)
+    advantages_N = advantages_BT[mask_BT].detach()
+    loss = -(advantages_N * logprobs_BT[mask_BT] + (advantages_N - kl_coeff) * kl_N).sum()
+    kl_BT = torch.zeros(mask_BT.shape, dtype=kl_N.dtype, device=kl_N.device)
+    kl_BT[mask_BT] = kl_N.detach()
+    return loss, kl_BT

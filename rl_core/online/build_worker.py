@@ -25,6 +25,7 @@ from rl_core.models.hidden_states import compute_turn_embeddings
 from rl_core.online.experience import CHAT_ENVIRONMENT
 from rl_core.online.fresh_rollouts import FreshRolloutSampler
 from rl_core.online.labelled_rewards import ExperienceScorer
+from rl_core.online.learning_folder import DEFAULT_REWARDS
 from rl_core.online.update_audit import UpdateAudit
 from rl_core.online.update_step import GuardedLearner
 from rl_core.online.update_worker import UpdateWorker
@@ -55,6 +56,9 @@ def build_update_worker(
     """
     if settings.model.path is None:
         raise SettingsError("model.path: set it to the folder of the service's initial model")
+    if settings.rewards is None:
+        settings = dataclasses.replace(settings, rewards=dict(DEFAULT_REWARDS))
+    assert settings.rewards is not None
     policy = load_policy(settings.model, seed=settings.seed)
     environment = create_online_environment(settings.environment)
     scorer = None
@@ -121,6 +125,8 @@ def _compute_fingerprint(settings: OnlineSettings) -> dict[str, Any]:
     # Under the former names, so that the checkpoints of earlier versions are accepted.
     update = restore_former_names(OnlineUpdateSettings, dataclasses.asdict(settings.update))
     update.pop("optimizer_state")  # where moments are stored changes no result
+    if update["kl_control"] == "adaptive":
+        del update["kl_control"]  # all services of earlier versions
     fingerprint["update"] = _digest_settings(update)
     model = dataclasses.asdict(settings.model)
     path = model.pop("path")

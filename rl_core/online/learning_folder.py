@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,13 @@ from typing import Any
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.online.service_files import GATE_FILE, METRICS_FILE, OPERATOR_FILE, read_json_object
-from rl_core.settings import EnvironmentSettings, ModelSettings, OnlineSettings
+from rl_core.settings import (
+    EnvironmentSettings,
+    ModelSettings,
+    OnlineSettings,
+    PolicySettings,
+    RewardSettings,
+)
 from rl_core.storage.append_log import AppendLog, list_log_files, parse_checked_line
 from rl_core.storage.atomic_files import (
     copy_tree,
@@ -33,6 +40,8 @@ from rl_core.storage.folders import publish_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_folder
 
+logger = logging.getLogger(__name__)
+
 SERVICE_FILE = "service.json"
 SETTINGS_FILE = "online.yaml"
 EVENTS_FILE = "events.jsonl"
@@ -41,11 +50,48 @@ MAX_EVENT_BYTES, NUM_ROTATED_FILES = 4 * 2**20, 3
 MAX_STORED_ORDERS = 100
 
 
-def build_pipeline_settings(
-    online: OnlineSettings, environment: EnvironmentSettings, model: ModelSettings, folder: Path
-) -> OnlineSettings:
-    """Build the settings of a pipeline's service by adding its environment, model and folder.
+DEFAULT_REWARDS = {"task": 1.0}
 
+
+def follow_policy_rewards(online: OnlineSettings, policy: PolicySettings | None) -> OnlineSettings:
+    """Return the settings with the policy stage's rewards, unless the section `online` sets its own.
+
+    Its `reward_options` come along unless they are set. The component `learned` needs `online.reward_model`; without
+    it the component is left out, and a warning says so.
+    """
+    if online.rewards is not None:
+        return online
+    if policy is None:
+        return dataclasses.replace(online, rewards=dict(DEFAULT_REWARDS))
+    rewards, options = dict(policy.rewards), online.reward_options
+    if options == RewardSettings():
+        options = policy.reward_options
+    if "learned" in rewards and online.reward_model is None:
+        del rewards["learned"]
+        options = dataclasses.replace(
+            options,
+            normalise=tuple(name for name in options.normalise if name != "learned"),
+            cache=tuple(name for name in options.cache if name != "learned"),
+        )
+        logger.warning(
+            "online.rewards: the policy stage's component 'learned' is left out; set online.reward_model to use it"
+        )
+    return dataclasses.replace(
+        online, rewards=rewards or dict(DEFAULT_REWARDS), reward_options=options
+    )
+
+
+def build_pipeline_settings(
+    online: OnlineSettings,
+    environment: EnvironmentSettings,
+    model: ModelSettings,
+    folder: Path,
+    policy: PolicySettings | None = None,
+) -> OnlineSettings:
+    """Build the settings of a pipeline's service by adding its environment, model, folder and rewards.
+
+    Args:
+        policy: the policy stage, whose rewards apply unless the section sets its own.
     Raises: SettingsError if the section `online` sets what the pipeline determines.
     """
     if online.model.path is not None:
@@ -58,7 +104,7 @@ def build_pipeline_settings(
         )
     service_model = dataclasses.replace(model, path=str(folder / "model"), lora=online.model.lora)
     return dataclasses.replace(
-        online,
+        follow_policy_rewards(online, policy),
         folder=str(folder),
         model=service_model,
         environment=online.environment or environment,

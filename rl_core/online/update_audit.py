@@ -17,7 +17,7 @@ from typing import Any
 
 from rl_core.errors import CheckpointError
 from rl_core.online.service_files import AUDIT_FILE, CONTRIBUTION_FILE
-from rl_core.online.update_step import UpdateReport, UpdateTask
+from rl_core.online.update_step import ScoredExperience, UpdateReport, UpdateTask
 from rl_core.settings import OnlineAuditSettings
 from rl_core.storage.append_log import AppendLog
 from rl_core.storage.atomic_files import make_folder
@@ -25,12 +25,38 @@ from rl_core.storage.atomic_files import make_folder
 logger = logging.getLogger(__name__)
 
 
-def format_audit_line(report: UpdateReport, seconds: float) -> str:
+MAX_LISTED_EXPERIENCES = 16  # in an audit line; the record lists all
+
+
+def format_task_id(item: ScoredExperience) -> str:
+    """Return the id of the task that an experience answered: environment/level/seed of its episode."""
+    trajectory = item.buffered.experience.rollouts[0].trajectory
+    return f"{trajectory.environment}/{trajectory.level}/{trajectory.seed}"
+
+
+def _format_experiences(task: UpdateTask | None) -> str:
+    """Format number, request and task of the experiences of an update."""
+    items = task.items if task is not None else ()
+    listed = [
+        f"{item.buffered.number} ({item.buffered.experience.request_id}, task {format_task_id(item)})"
+        for item in items[:MAX_LISTED_EXPERIENCES]
+    ]
+    if len(items) > MAX_LISTED_EXPERIENCES:
+        listed.append(f"and {len(items) - MAX_LISTED_EXPERIENCES} more")
+    return f"; experiences {', '.join(listed)}" if listed else ""
+
+
+def format_audit_line(report: UpdateReport, seconds: float, task: UpdateTask | None = None) -> str:
     """Format one update as a readable line.
 
     Args:
         seconds: time since 1970.
+        task: lists the experiences with their tasks; None = leave them out.
     """
+    return _format_outcome(report, seconds) + _format_experiences(task)
+
+
+def _format_outcome(report: UpdateReport, seconds: float) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     verdict = f"REFUSED ({report.refused})" if report.refused else "taken"
     if report.refused == "null":
@@ -59,6 +85,7 @@ def build_contribution_record(
             {
                 "request_id": item.buffered.experience.request_id,
                 "number": item.buffered.number,
+                "task": format_task_id(item),
                 "policy_version": item.buffered.experience.policy_version,
                 "importance_weight": item.weight,
                 "is_fresh": item.experience is not item.buffered.experience,
@@ -135,5 +162,5 @@ class UpdateAudit:
     def _append_update(self, report: UpdateReport, task: UpdateTask | None, seconds: float) -> None:
         record = build_contribution_record(report, task, seconds)
         make_folder(self._folder)
-        self._audit.append_lines((format_audit_line(report, seconds) + "\n").encode())
+        self._audit.append_lines((format_audit_line(report, seconds, task) + "\n").encode())
         self._contribution.append_record(record)

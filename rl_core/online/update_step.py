@@ -399,7 +399,7 @@ class GuardedLearner:
             return self.refuse_update(report, "nonfinite")
         (kl,) = result.kls
         report.kl_control["mean_kl"] = kl
-        if math.isfinite(kl):
+        if math.isfinite(kl) and self.settings.kl_control == "adaptive":
             self.kl_coef = self._compute_next_kl_coef(kl, report.kl_control["before"])
         if result.is_refused:
             # A finite step can still lead to weights whose outputs are not finite.
@@ -451,7 +451,10 @@ class GuardedLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state; inverse of `state_dict`. Load the model's weights first."""
         self.optimizer_step.load_state_dict(state["optimizer_step"])
-        self.kl_coef, self.num_taken = float(state["kl_coef"]), int(state["taken"])
+        self.num_taken = int(state["taken"])
+        # A fixed coefficient is the settings', whatever an earlier, adaptive service had reached.
+        is_fixed = self.settings.kl_control == "fixed"
+        self.kl_coef = self.settings.kl_coef if is_fixed else float(state["kl_coef"])
         counts = {reason: int(count) for reason, count in state["refused"].items()}
         self.refused = {**dict.fromkeys(self.refused, 0), **counts}  # earlier releases: no null
         self.refused_in_row = int(state["refused_in_row"])
@@ -580,7 +583,7 @@ class GuardedLearner:
         }
 
     def _compute_next_kl_coef(self, kl: float, before: float) -> float:
-        """Return the coefficient after a step that changed the KL of its tokens from `before` to `kl`.
+        """Return the adapted coefficient after a step that changed the KL of its tokens from `before` to `kl`.
 
         The KL accumulates over updates while the coefficient only changes its slope, so controlling by its level alone
         oscillates around the band. It is controlled by the level that the KL would reach after a few more steps like

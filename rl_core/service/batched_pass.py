@@ -168,7 +168,7 @@ def _compute_target_scores(
         if len(indices) > 1:
             joint_NH = torch.cat([hidden[index] for index in indices])
         targets = _concatenate_arrays(
-            [row["target_tokens"] for part in group for row in part.inputs]
+            [_list_scored_tokens(part, row) for part in group for row in part.inputs]
         )
         logprobs, entropy_N = compute_selected_logprobs(
             joint_NH,
@@ -191,7 +191,7 @@ def _group_parts_by_head_chunk(parts: Sequence[PassPart]) -> Iterator[list[int]]
     groups: dict[tuple[bool, int], list[int]] = {}
     for index, part in enumerate(parts):
         if "target_tokens" in part.inputs[0]:
-            targets = [row["target_tokens"] for row in part.inputs]
+            targets = [_list_scored_tokens(part, row) for row in part.inputs]
             num_columns = max(array.shape[1] if array.ndim == 2 else 0 for array in targets)
             groups.setdefault(("entropy" in part.loss.needs, num_columns), []).append(index)
     base = parts[0].run.base
@@ -207,6 +207,14 @@ def _group_parts_by_head_chunk(parts: Sequence[PassPart]) -> Iterator[list[int]]
             chunk.append(index)
             chunk_tokens += num_tokens
         yield chunk
+
+
+def _list_scored_tokens(part: PassPart, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the tokens whose log-probabilities the loss needs: [T], [T, K], or target and recorded ones [T, 1 + K]."""
+    targets = inputs["target_tokens"]
+    if not part.loss.scored_tokens:
+        return targets
+    return np.concatenate([targets[:, None], inputs[part.loss.scored_tokens]], axis=1)
 
 
 def _list_head_adapters(parts: Sequence[PassPart]) -> Sequence[AdapterSpan]:
@@ -258,7 +266,7 @@ def _pad_datum_inputs(
         arrays = [row[name] for row in part.inputs]
         if part.loss.inputs[name].shape == "one":
             padded[name] = torch.from_numpy(np.concatenate(arrays)).to(device)
-        elif name != "target_tokens":
+        elif name not in ("target_tokens", part.loss.scored_tokens):
             padded[name] = spread(torch.from_numpy(_concatenate_arrays(arrays)).to(device))
     return padded
 
@@ -278,12 +286,16 @@ def _collect_row_columns(part: PassPart, loss_inputs: LossInputs) -> list[dict[s
     """Collect the raw values of outputs and metrics row by row, without padding."""
     tensors = dict(loss_inputs.outputs)
     if loss_inputs.logprobs is not None:
-        tensors["logprobs"] = loss_inputs.logprobs
+        tensors.setdefault("logprobs", loss_inputs.logprobs)
     arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
     columns = []
     for index, (tokens, inputs) in enumerate(zip(part.tokens, part.inputs, strict=True)):
         renamed = {"logprobs": "old_logprobs"}
-        row = {renamed.get(name, name): value for name, value in inputs.items()}
+        row = {
+            renamed.get(name, name): value
+            for name, value in inputs.items()
+            if part.loss.inputs[name].shape != "columns"
+        }
         shape = inputs["target_tokens"].shape if "target_tokens" in inputs else tokens.shape
         for name, array in arrays.items():
             if array.ndim == 1:  # one value per row

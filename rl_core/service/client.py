@@ -1,4 +1,4 @@
-"""Client of the training service's management API: runs, requests, queue, evaluations, metrics.
+"""Client of the training service's management API: runs, requests, queue, evaluations, reference scores, metrics.
 
 Needs only httpx. For training and sampling use the public tinker SDK; this client covers what that SDK lacks.
 
@@ -16,7 +16,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
 from typing import Any, Final, Generic, ParamSpec, TypeVar, Unpack, overload
 
@@ -27,7 +27,7 @@ from rl_core.service import client_calls
 from rl_core.service.client_calls import EvaluationArguments, ServiceCall
 from rl_core.service.client_calls import Sampling as Sampling
 from rl_core.service.client_calls import ServiceMetric as ServiceMetric
-from rl_core.service.responses import ModelEvaluation
+from rl_core.service.responses import ModelEvaluation, ReferenceScores
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -165,6 +165,9 @@ class _SharedCalls:
     metrics = _CallMethod(client_calls.list_metrics)
     submit_evaluation = _CallMethod(client_calls.submit_evaluation)
     evaluation = _CallMethod(client_calls.fetch_evaluation)
+    references = _CallMethod(client_calls.list_references)
+    submit_scores = _CallMethod(client_calls.submit_scores)
+    scores = _CallMethod(client_calls.fetch_scores)
 
 
 class ServiceClient(_SharedCalls):
@@ -236,12 +239,38 @@ class ServiceClient(_SharedCalls):
             arguments: see `EvaluationArguments`.
         Raises: as every call; BackendError after `timeout`.
         """
-        calls, response = client_calls.run_evaluation(run_id, timeout, arguments), None
+        return self._perform_calls(client_calls.run_evaluation(run_id, timeout, arguments))
+
+    def score(
+        self,
+        model: str,
+        rows: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        scores_id: str | None = None,
+        timeout: float | None = None,
+    ) -> ReferenceScores:
+        """Score token rows by a frozen model of the service; wait for the result.
+
+        Args:
+            model: name of a reference model (log-probabilities of all tokens but the first) or reward model (scores).
+            rows: token ids of its tokenizer; all rows are computed in one request.
+            temperature: of log-probabilities.
+            scores_id: a repeated id is the same request, computed once.
+            timeout: seconds to wait at most; None = no limit.
+        Raises: as every call; BackendError after `timeout`.
+        """
+        return self._perform_calls(
+            client_calls.run_scores(model, rows, temperature, scores_id, timeout)
+        )
+
+    def _perform_calls(self, calls: Generator[ServiceCall[Any], Any, T]) -> T:
+        response = None
         while True:
             try:
                 call = calls.send(response)
             except StopIteration as end:
-                result: ModelEvaluation = end.value
+                result: T = end.value
                 return result
             response = self._perform_call(call)
 
@@ -301,11 +330,28 @@ class AsyncServiceClient(_SharedCalls):
         self, run_id: str, *, timeout: float | None = None, **arguments: Unpack[EvaluationArguments]
     ) -> ModelEvaluation:
         """Evaluate a model, optionally against another, and wait for the result. See `ServiceClient.evaluate`."""
-        calls, response = client_calls.run_evaluation(run_id, timeout, arguments), None
+        return await self._perform_calls(client_calls.run_evaluation(run_id, timeout, arguments))
+
+    async def score(
+        self,
+        model: str,
+        rows: Sequence[Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        scores_id: str | None = None,
+        timeout: float | None = None,
+    ) -> ReferenceScores:
+        """Score token rows by a frozen model of the service; wait for the result. See `ServiceClient.score`."""
+        return await self._perform_calls(
+            client_calls.run_scores(model, rows, temperature, scores_id, timeout)
+        )
+
+    async def _perform_calls(self, calls: Generator[ServiceCall[Any], Any, T]) -> T:
+        response = None
         while True:
             try:
                 call = calls.send(response)
             except StopIteration as end:
-                result: ModelEvaluation = end.value
+                result: T = end.value
                 return result
             response = await self._perform_call(call)

@@ -21,9 +21,13 @@ from urllib.parse import quote
 from rl_core.errors import BackendError, DataError
 from rl_core.service.responses import (
     AcceptedEvaluation,
+    AcceptedScores,
     CancelledRequest,
     ModelEvaluation,
     QueueStats,
+    ReferenceInfo,
+    ReferenceList,
+    ReferenceScores,
     RequestList,
     RequestStatus,
     RunList,
@@ -277,17 +281,81 @@ def run_evaluation(
     Raises: BackendError after `timeout` seconds (None = never).
     """
     accepted: AcceptedEvaluation = yield submit_evaluation(run_id, **arguments)
+    fetch = functools.partial(fetch_evaluation, run_id, accepted.request_id)
+    late = f"the evaluation {accepted.request_id} is not finished after {timeout} s; it continues, and "
+    late += "evaluation(run, request_id) fetches its result"
+    return (yield from _poll_result(fetch, timeout, late))
+
+
+def _poll_result(
+    fetch: Callable[[float], ServiceCall[T | None]], timeout: float | None, late: str
+) -> Generator[ServiceCall[Any], Any, T]:
+    """Yield queries until one has a result. Raises: BackendError with the message `late`."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         wait_s = max(0.0, min(LONG_POLL_SECONDS, deadline - time.monotonic()))
-        result: ModelEvaluation | None = yield fetch_evaluation(run_id, accepted.request_id, wait_s)
+        result: T | None = yield fetch(wait_s)
         if result is not None:
             return result
         if time.monotonic() >= deadline:
-            raise BackendError(
-                f"the evaluation {accepted.request_id} is not finished after {timeout} s; it continues, and "
-                "evaluation(run, request_id) fetches its result"
-            )
+            raise BackendError(late)
+
+
+def list_references() -> ServiceCall[list[ReferenceInfo]]:
+    """Describe the listing of the frozen models that score rows."""
+    return ServiceCall(
+        "GET", "/references", lambda data: parse_record(ReferenceList, data).references
+    )
+
+
+def submit_scores(
+    model: str,
+    rows: Sequence[Sequence[int]],
+    *,
+    temperature: float = 1.0,
+    scores_id: str | None = None,
+) -> ServiceCall[AcceptedScores]:
+    """Describe the submission of token rows to a reference model or reward model.
+
+    Its id is chosen here, so that sending it twice starts one computation. Args: see `ServiceClient.score`.
+    """
+    body = {
+        "rows": [[int(token) for token in row] for row in rows],
+        "temperature": temperature,
+        "scores_id": scores_id or f"s-{secrets.token_hex(12)}",
+    }
+    path = f"/references/{quote(model, safe='')}/scores"
+    return ServiceCall("POST", path, _build_record_parser(AcceptedScores), body=body)
+
+
+def fetch_scores(request_id: str, wait: float = 0.0) -> ServiceCall[ReferenceScores | None]:
+    """Describe the query for scores; its result is None if not finished within `wait` seconds (at most 40)."""
+
+    def parse(data: Any) -> ReferenceScores | None:
+        return None if set(data) == {"state"} else parse_record(ReferenceScores, data)
+
+    path = f"/references/requests/{quote(request_id, safe='')}/result"
+    return ServiceCall("GET", path, parse, params={"wait": wait}, server_wait_seconds=wait)
+
+
+def run_scores(
+    model: str,
+    rows: Sequence[Sequence[int]],
+    temperature: float,
+    scores_id: str | None,
+    timeout: float | None,
+) -> Generator[ServiceCall[Any], Any, ReferenceScores]:
+    """Yield the calls of a scoring request until its result is available, receiving the result of each call.
+
+    Raises: BackendError after `timeout` seconds (None = never).
+    """
+    accepted: AcceptedScores = yield submit_scores(
+        model, rows, temperature=temperature, scores_id=scores_id
+    )
+    fetch = functools.partial(fetch_scores, accepted.request_id)
+    late = f"the scores {accepted.request_id} are not finished after {timeout} s; the request continues, and "
+    late += "scores(request_id) fetches its result"
+    return (yield from _poll_result(fetch, timeout, late))
 
 
 def list_metrics() -> ServiceCall[list[ServiceMetric]]:

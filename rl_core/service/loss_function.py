@@ -32,9 +32,12 @@ class LossInput:
 
     doc: str
     kind: Literal["float", "int"] = "float"
-    # tokens: [T]. targets: the shape of target_tokens, [T] or [T, K]. one: [1].
-    shape: Literal["tokens", "targets", "one"] = "tokens"
+    # tokens: [T]. targets: the shape of target_tokens, [T] or [T, K]. columns: [T, K], one K per request. one: [1].
+    shape: Literal["tokens", "targets", "columns", "one"] = "tokens"
     required: bool = True
+    fill: float | None = (
+        None  # for datums without it, if others have it; None = all or none must have it
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class LossInputs:
     mask_BT: torch.Tensor  # bool, True = a position of the datum
     options: Mapping[str, float]
     inputs: Mapping[str, torch.Tensor]  # without absent optional inputs; of shape "one": [B]
-    # [B, T] or [B, T, K], nats, with gradient; None without target_tokens
+    # [B, T] or [B, T, K], nats, with gradient; None without target_tokens. [B, T, 1 + K] with `scored_tokens`
     logprobs: torch.Tensor | None = None
     entropy_BT: torch.Tensor | None = None
     values_BT: torch.Tensor | None = None  # of the run's value head, with gradient
@@ -89,6 +92,8 @@ class LossFunction:
     needs: frozenset[RequiredOutput] = frozenset()
     is_paired: bool = False  # datums come in pairs that stay together
     kl_limit: str = ""  # name of the option that limits the KL of the next update; "" = none
+    # Input of tokens [T, K] whose log-probabilities follow that of the target in `LossInputs.logprobs`; "" = none
+    scored_tokens: str = ""
 
 
 TARGET_TOKENS = LossInput(

@@ -9,8 +9,10 @@ import torch
 from rl_core.errors import ServiceError, suggest_name
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.policy import (
+    NOT_RECORDED,
     importance_sampling_loss,
     proximal_regression_loss,
+    score_centered_loss,
     summed_cispo_loss,
     summed_gspo_loss,
     summed_ppo_loss,
@@ -25,16 +27,17 @@ from rl_core.service.loss_function import (
     LossInput,
     LossInputs,
     LossOption,
+    TokenTable,
     compute_clipping_metrics,
     compute_cross_entropy_metrics,
     compute_policy_metrics,
     compute_sequence_clipping_metrics,
     fill_clip_thresholds,
+    summarize_values,
 )
 
 # Losses of the API that this server does not support, and why.
 UNSUPPORTED_LOSSES = {
-    "stable_reinforce": "its formula is not public; importance_sampling, ppo and cispo are the nearest",
     "custom": "the server does not run a client's graphs; forward_backward_custom of the client computes it with "
     "cross_entropy",
 }
@@ -78,6 +81,39 @@ def _compute_gspo_loss(loss_inputs: LossInputs) -> torch.Tensor:
     )
 
 
+def _compute_stable_reinforce_loss(loss_inputs: LossInputs) -> torch.Tensor:
+    logprobs_BTK = loss_inputs.logprobs
+    assert logprobs_BTK is not None
+    sampler_top_BTK = loss_inputs.inputs["sampler_top_logprobs"]
+    recorded_BT = loss_inputs.mask_BT & (sampler_top_BTK > NOT_RECORDED).any(-1)
+    loss, kl_BT = score_centered_loss(
+        logprobs_BTK[..., 0],
+        logprobs_BTK[..., 1:],
+        sampler_top_BTK,
+        loss_inputs.inputs["advantages"],
+        recorded_BT,
+        kl_coeff=loss_inputs.options["kl_coeff"],
+    )
+    loss_inputs.outputs |= {
+        "logprobs": logprobs_BTK[..., 0],
+        "mask": recorded_BT.float(),
+        "sampler_kl": kl_BT,
+        "recorded_mass": sampler_top_BTK.exp().sum(-1),
+    }
+    return loss
+
+
+def _compute_stable_reinforce_metrics(
+    table: TokenTable, options: Mapping[str, float]
+) -> dict[str, float]:
+    used = table["mask"] != 0
+    return (
+        compute_policy_metrics(table, options)
+        | summarize_values("sampler_kl", table["sampler_kl"][used])
+        | summarize_values("recorded_mass", table["recorded_mass"][used])
+    )
+
+
 def _build_clipped_loss(formula: str, name: str, low: float, high: float) -> LossFunction:
     """Build a loss with thresholds of the token ratio."""
     loss = {"ppo": summed_ppo_loss, "cispo": summed_cispo_loss}[name]
@@ -109,7 +145,9 @@ _API_LOSSES = (
         formula="-sum w p",
         inputs={
             "target_tokens": TARGET_TOKENS,
-            "weights": LossInput("w, of any sign; default: 1", shape="targets", required=False),
+            "weights": LossInput(
+                "w, of any sign; default: 1", shape="targets", required=False, fill=1.0
+            ),
         },
         options=TEMPERATURE,
         loss=_compute_cross_entropy,
@@ -150,6 +188,25 @@ _API_LOSSES = (
         options=TEMPERATURE | _build_threshold_options(1 - 3e-4, 1 + 4e-4),
         loss=_compute_gspo_loss,
         metrics=compute_sequence_clipping_metrics,
+    ),
+    LossFunction(
+        name="stable_reinforce",
+        formula="-sum (A p + (A - kl_coeff) KL(q || p)), KL over the tokens recorded at sampling and the rest as one",
+        inputs=POLICY_INPUTS
+        | {
+            "sampler_top_tokens": LossInput(
+                "[T, K], the most likely tokens of the distribution sampled from", "int", "columns"
+            ),
+            "sampler_top_logprobs": LossInput(
+                "[T, K], their log-probabilities; -99999 = no token, as where nothing was sampled",
+                shape="columns",
+            ),
+        },
+        options=TEMPERATURE
+        | {"kl_coeff": LossOption(0.0, 0.0, 1e6, "weight of KL(sampler || policy)")},
+        loss=_compute_stable_reinforce_loss,
+        metrics=_compute_stable_reinforce_metrics,
+        scored_tokens="sampler_top_tokens",
     ),
 )
 

@@ -22,25 +22,40 @@ from rl_core.models.hidden_states import compute_hidden_states
 from rl_core.references.pool import ReferencePool
 from rl_core.service.base_model import SharedBaseModel
 from rl_core.service.model_evaluation import RowLogits
-from rl_core.service.request_checks import CheckedRequest, ModelLimits, refuse_request
+from rl_core.service.request_checks import (
+    MAX_EVALUATED_TOKENS,
+    CheckedRequest,
+    ModelLimits,
+    refuse_request,
+)
+from rl_core.service.requests import ScoreRequest
+from rl_core.service.responses import ReferenceScores
 from rl_core.service.training_run import TrainingRun
 from rl_core.settings import ModelSettings, ReferenceSettings, ServiceEngineSettings
+from rl_core.settings.common import MIN_TEMPERATURE
 
 BASE_REFERENCE = "base"  # the base model of the run
+MAX_SCORE_TEMPERATURE = 1e3
 
 
 class ServiceReferenceModels:
     """Reference models of a service; each is loaded at its first use."""
 
     def __init__(
-        self, models: Mapping[str, Any], settings: ReferenceSettings, engine: ServiceEngineSettings
+        self,
+        models: Mapping[str, Any],
+        settings: ReferenceSettings,
+        engine: ServiceEngineSettings,
+        reward_models: Mapping[str, Any] | None = None,
     ) -> None:
         """Store the settings.
 
         Args:
-            models: name -> model folder or hub name.
+            models, reward_models: name -> model folder or hub name.
         """
         self.paths = {name: str(path) for name, path in models.items()}
+        self.reward_paths = {name: str(path) for name, path in (reward_models or {}).items()}
+        self._max_rows = engine.max_data
         self._model = ModelSettings(dtype=engine.dtype, device=engine.device)
         self._settings = settings
         self._tokenizers: dict[str, Any] = {}
@@ -61,6 +76,54 @@ class ServiceReferenceModels:
         return self.convert_pool_errors(
             lambda: self.pool.logprobs(self.paths[name], rows, temperature)
         )
+
+    def score_rows(self, request: ScoreRequest) -> ReferenceScores:
+        """Compute the log-probabilities or scores of a client's rows in one request to the pool.
+
+        Raises: ServiceError with the row and what was expected; BackendError.
+        """
+        name = request.model
+        known = {**self.paths, **self.reward_paths}
+        if name not in known:
+            refuse_request(
+                f"references: there is no model '{name[:200]}' here; {suggest_name(name, known)}"
+            )
+        context = self.convert_pool_errors(
+            lambda: causal_lm.read_context_length(known[name], self._model)
+        )
+        rows = self._check_rows(request, name, int(context))
+        if name in self.paths:
+            logprobs = self.compute_logprobs(name, rows, request.temperature)
+            values = [row.astype(float).tolist() for row in logprobs]
+            return ReferenceScores(model=name, kind="policy", logprobs=values)
+        if request.temperature != 1:
+            refuse_request(
+                f"temperature: '{name}' is a reward model, whose scores have no temperature"
+            )
+        scores = self.convert_pool_errors(lambda: self.pool.scores(self.reward_paths[name], rows))
+        return ReferenceScores(model=name, kind="reward_model", scores=scores)
+
+    def _check_rows(self, request: ScoreRequest, name: str, context: int) -> list[list[int]]:
+        """Check number and length of the rows; the pool checks the tokens."""
+        if not 1 <= len(request.rows) <= self._max_rows:
+            refuse_request(
+                f"rows: {len(request.rows)}, expected 1 to {self._max_rows} (engine.max_data)"
+            )
+        total = sum(map(len, request.rows))
+        if total > MAX_EVALUATED_TOKENS:
+            refuse_request(
+                f"rows: {total} tokens, at most {MAX_EVALUATED_TOKENS} in one request; split it"
+            )
+        for index, row in enumerate(request.rows):
+            if not 1 <= len(row) <= context:
+                refuse_request(
+                    f"rows[{index}]: {len(row)} tokens, and '{name}' takes 1 to {context}"
+                )
+        if not MIN_TEMPERATURE <= request.temperature <= MAX_SCORE_TEMPERATURE:
+            refuse_request(
+                f"temperature: {request.temperature!r}, expected {MIN_TEMPERATURE:g} to {MAX_SCORE_TEMPERATURE:g}"
+            )
+        return [row.tolist() for row in request.rows]
 
     def read_limits(self, name: str, base: SharedBaseModel) -> ModelLimits:
         """Return the limits of a model that is compared with a base model.

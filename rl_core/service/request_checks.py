@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rl_core.errors import ServiceError, suggest_name
+from rl_core.losses.policy import NOT_RECORDED
 from rl_core.service.loss_function import LossFunction, LossInput
 from rl_core.service.loss_registry import find_loss
 from rl_core.service.requests import (
@@ -31,6 +32,7 @@ REFERENCE_OPTION = "reference"  # the only option whose value is a string
 NO_TARGET = -1  # in `SampleRequest.target_prompt_logprobs`
 MAX_EVALUATED_TOKENS = 1 << 18  # scored or sampled by one evaluation, because training waits for it
 MAX_RESAMPLES = 100_000
+MAX_RECORDED_LOGPROB = 1e-3  # of a recorded token; rounding may take log 1 above 0
 MIN_EPS = 1e-30  # at 0, as which float32 reads 1e-300, a gradient of 0 is an update of 0 / 0
 
 
@@ -82,6 +84,7 @@ def check_forward_backward(
                 f"{field_path}.model_input: {len(tokens[-1])} tokens, and the model's context is {limits.context}"
             )
         inputs.append(_check_loss_inputs(datum, loss, field_path, len(tokens[-1]), limits))
+    _fill_missing_inputs(inputs, loss)
     names = set(inputs[0])
     for index, datum_inputs in enumerate(inputs):
         if set(datum_inputs) != names:
@@ -91,7 +94,20 @@ def check_forward_backward(
             )
     if loss.is_paired:
         _check_pairs(inputs)
+    if loss.scored_tokens:
+        _check_recorded_tokens(inputs)
     return CheckedRequest(loss, options, tokens, inputs, reference)
+
+
+def _fill_missing_inputs(inputs: list[dict[str, np.ndarray]], loss: LossFunction) -> None:
+    """Fill inputs that only some datums have, if the loss names a value for the others."""
+    for name, declared in loss.inputs.items():
+        if declared.fill is None or not any(name in arrays for arrays in inputs):
+            continue
+        for arrays in inputs:
+            if name not in arrays:
+                like = arrays["target_tokens"]
+                arrays[name] = np.full(like.shape, declared.fill, dtype=np.float32)
 
 
 def _read_reference_option(loss: LossFunction, config: Mapping[str, float | str]) -> str:
@@ -180,13 +196,15 @@ def _check_loss_inputs(
                 refuse_request(f"{field_path}: {loss.name} needs '{name}' ({declared.doc})")
             continue
         targets = arrays.get("target_tokens")
-        shape = (1,) if declared.shape == "one" else (length,)
+        shape: tuple[int, ...] = (1,) if declared.shape == "one" else (length,)
+        if declared.shape == "columns":
+            shape = (length, _count_columns(datum.inputs[name]))
         if declared.shape == "targets" and targets is not None:
             shape = targets.shape
         arrays[name] = _check_input_array(
             datum.inputs[name], declared, f"{field_path}['{name}']", shape, name == "target_tokens"
         )
-        if name == "target_tokens":
+        if name in ("target_tokens", loss.scored_tokens):
             _check_vocabulary(arrays[name], f"{field_path}['{name}']", limits)
     if "weights" in loss.inputs and "weights" not in arrays and arrays["target_tokens"].ndim == 2:
         refuse_request(
@@ -219,6 +237,36 @@ def _check_input_array(
         value = values[tuple(first_index)]
         refuse_request(f"{field_path}: {value} at {first_index.tolist()}, expected finite numbers")
     return numbers
+
+
+def _count_columns(values: object) -> int:
+    """Return K of an array [T, K]; 1 for anything else, whose shape is then refused."""
+    return values.shape[1] if isinstance(values, np.ndarray) and values.ndim == 2 else 1
+
+
+def _check_recorded_tokens(inputs: list[dict[str, np.ndarray]]) -> None:
+    """Check that all datums have equally many recorded tokens per position, and any where an advantage is not 0."""
+    num_columns = inputs[0]["sampler_top_tokens"].shape[1]
+    for index, datum_inputs in enumerate(inputs):
+        tokens, logprobs = (
+            datum_inputs["sampler_top_tokens"],
+            datum_inputs["sampler_top_logprobs"],
+        )
+        field_path = f"data[{index}].loss_fn_inputs"
+        if tokens.shape != logprobs.shape or tokens.shape[1] != num_columns:
+            refuse_request(
+                f"{field_path}: sampler_top_tokens {tokens.shape} and sampler_top_logprobs {logprobs.shape}, expected "
+                f"({len(tokens)}, {num_columns}) as in the first datum"
+            )
+        if bool((logprobs > MAX_RECORDED_LOGPROB).any()):
+            refuse_request(f"{field_path}['sampler_top_logprobs']: expected at most 0")
+        is_recorded = (logprobs > NOT_RECORDED).any(axis=1)
+        missing = np.flatnonzero((datum_inputs["advantages"] != 0) & ~is_recorded)
+        if len(missing):
+            refuse_request(
+                f"{field_path}['advantages']: not 0 at position {missing[0]}, whose token was not sampled with "
+                "record_stability_info"
+            )
 
 
 def _check_pairs(inputs: list[dict[str, np.ndarray]]) -> None:
@@ -286,6 +334,8 @@ def check_sample(
         count = getattr(request, name)
         if not 0 <= count <= max_top:
             refuse_request(f"{name}: {count}, expected 0 to {max_top}")
+    if request.recorded_tokens < 0:
+        refuse_request(f"recorded_tokens: {request.recorded_tokens}, expected 0 or more")
     targets = request.target_prompt_logprobs
     if targets is not None:
         if not isinstance(targets, np.ndarray) or targets.dtype.kind not in "iu":

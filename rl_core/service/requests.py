@@ -16,6 +16,9 @@ from rl_core.errors import ServiceError
 
 OptimizerKind = Literal["adamw", "muon"]
 MAX_DENSE_CELLS = 1 << 26  # of one sparse tensor converted to a dense one
+RECORDED_TOKENS = (
+    32  # most likely tokens at each sampled position that clients' samples record for training
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +46,24 @@ class CreateModel:
 
 
 @dataclass(frozen=True, slots=True)
+class ProvenanceSpan:
+    """Consecutive positions of a datum that are tokens [offset, offset + length) of a sample's prompt or sequence."""
+
+    source: Literal["prompt", "sampled"]
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class Datum:
     """Sequence and the inputs of its loss. Position i predicts `inputs["target_tokens"][i]`: nothing is shifted."""
 
     tokens: np.ndarray  # integers [T]
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # see `service.loss_registry`
+    # Where tokens and target_tokens come from, in order; for the training service, which looks up what was recorded.
+    token_spans: tuple[ProvenanceSpan, ...] = ()
+    target_spans: tuple[ProvenanceSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,8 +139,20 @@ class SampleRequest:
     topk_prompt_logprobs: int = 0  # most likely tokens at each prompt position
     # most likely tokens at each sampled position, of the sampling distribution
     topk_sample_logprobs: int = 0
+    recorded_tokens: int = (
+        0  # the same, for `SampledSequence.recorded`; more than the vocabulary = all of it
+    )
     # integers [P - 1, K]: row i lists tokens to score at position i + 1; -1 = none
     target_prompt_logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRequest:
+    """Request for the log-probabilities of rows under a reference model, or their scores by a reward model."""
+
+    model: str  # name in the settings, which says the kind
+    rows: tuple[np.ndarray, ...]  # integers [S]
+    temperature: float = 1.0  # of log-probabilities
 
 
 def densify_rows(

@@ -54,6 +54,39 @@ class AcceptedEvaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceInfo:
+    """Frozen model whose log-probabilities (policy) or scores (reward_model) clients may request."""
+
+    name: str
+    kind: Literal["policy", "reward_model"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceList:
+    """Reference and reward models of the service, by name."""
+
+    references: list[ReferenceInfo]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedScores:
+    """Accepted scoring request; its result is at `/references/requests/{request_id}/result`."""
+
+    request_id: str
+    scores_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceScores:
+    """Scores of token rows by a frozen model, in the order of the rows. None = not of this kind of model."""
+
+    model: str
+    kind: Literal["policy", "reward_model"]
+    logprobs: list[list[float]] | None = None  # nats, of all tokens but the first
+    scores: list[float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KindStats:
     """Requests of one kind: waiting, running, and quantiles (0.5, 0.9, 0.99) over the newest finished ones."""
 

@@ -78,6 +78,7 @@ class SampledSequence:
     logprobs: np.ndarray  # float32 [n], nats, of the sampling distribution
     stop_reason: Literal["stop", "length"]
     topk: TopLogprobs | None = None
+    recorded: TopLogprobs | None = None  # what the loss stable_reinforce needs; not for the client
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,6 +119,7 @@ class SampleJob:
             request.prompt_logprobs
             or request.topk_prompt_logprobs
             or request.topk_sample_logprobs
+            or request.recorded_tokens
             or request.target_prompt_logprobs is not None
         )
 
@@ -281,17 +282,19 @@ def _build_result(
 ) -> SampleResult:
     sequences = []
     for turn in turns:
-        topk = None
-        if request.topk_sample_logprobs:
-            tokens = np.concatenate([prompt, np.array(turn.tokens, dtype=np.int64)])
-            topk = reader.read_top_logprobs(
-                tokens, len(prompt) - 1, request.topk_sample_logprobs, request.parameters
-            )
+        tokens = np.concatenate([prompt, np.array(turn.tokens, dtype=np.int64)])
+        topk, recorded = (
+            reader.read_top_logprobs(tokens, len(prompt) - 1, count, request.parameters)
+            if count
+            else None
+            for count in (request.topk_sample_logprobs, request.recorded_tokens)
+        )
         sequence = SampledSequence(
             tokens=np.array(turn.tokens, dtype=np.int32),
             logprobs=np.array(turn.logprobs, dtype=np.float32),
             stop_reason="length" if turn.hit_limit else "stop",
             topk=topk,
+            recorded=recorded,
         )
         sequences.append(sequence)
     prompt_logprobs = topk_prompt = target_logprobs = None
@@ -366,7 +369,7 @@ class _DistributionReader:
         self, tokens: np.ndarray, start: int, count: int, parameters: SampleParameters | None
     ) -> TopLogprobs:
         """Find the most likely tokens at each position after `start` under the parameters' sampling distribution."""
-        size = len(tokens) - 1 - start
+        size, count = len(tokens) - 1 - start, min(count, self._base.limits.vocab_size)
         ids = np.zeros((size, count), dtype=np.int32)
         logprobs = np.full((size, count), NO_LOGPROB, dtype=np.float32)
         temperature = parameters.temperature if parameters is not None else 1.0

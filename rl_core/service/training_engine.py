@@ -42,8 +42,9 @@ from rl_core.service.requests import (
     OptimizerKind,
     OptimStep,
     SampleRequest,
+    ScoreRequest,
 )
-from rl_core.service.responses import ModelEvaluation
+from rl_core.service.responses import ModelEvaluation, ReferenceScores
 from rl_core.service.results import (
     BaseInfo,
     ForwardBackwardResult,
@@ -80,17 +81,19 @@ class TrainingEngine:
         settings: ServiceEngineSettings,
         references: ReferenceSettings | None = None,
         reference_models: Mapping[str, Any] | None = None,
+        reward_models: Mapping[str, Any] | None = None,
     ) -> None:
         """Prepare an engine without models.
 
         Args:
             reference_models: frozen models in addition to the bases, name -> model folder or hub name.
+            reward_models: frozen reward models, likewise.
         """
         keep_freed_memory()
         limit_openmp_spin()
         self.settings = settings
         self.references = ServiceReferenceModels(
-            reference_models or {}, references or ReferenceSettings(), settings
+            reference_models or {}, references or ReferenceSettings(), settings, reward_models
         )
         self._bases: dict[str, SharedBaseModel] = {}
         self._runs: dict[str, TrainingRun] = {}
@@ -333,6 +336,10 @@ class TrainingEngine:
             return evaluate_models(request, model, against, self.settings)
         except (PosttrainError, RuntimeError) as error:
             raise _convert_to_service_error(error) from error
+
+    def score_rows(self, request: ScoreRequest) -> ReferenceScores:
+        """Score rows by a reference or reward model. Raises: as `ServiceReferenceModels.score_rows`."""
+        return self.references.score_rows(request)
 
     def _load_evaluated_model(
         self, name: str, request: EvaluateRequest, comparison_base: SharedBaseModel | None = None

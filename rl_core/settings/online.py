@@ -173,7 +173,17 @@ class OnlineUpdateSettings(OptimizerSettings):
     clip_eps: float = setting(
         0.2, gt=0, lt=1, doc="clip of the ratio to the sampling policy (arXiv:1707.06347)"
     )
-    kl_coef: float = setting(0.01, ge=1e-4, le=1, doc="initial coefficient of KL(old || new)")
+    kl_control: Literal["adaptive", "fixed"] = setting(
+        "adaptive",
+        doc="adaptive: kl_coef is multiplied or divided to hold update_kl_target (kl_band); fixed: it stays as set. "
+        "kl_max holds in both",
+    )
+    kl_coef: float = setting(
+        0.01,
+        ge=0,
+        le=1,
+        doc="coefficient of KL(old || new); adaptive: the initial one, at least 1e-4",
+    )
     update_kl_target: float = setting(
         0.05, gt=0, doc="target of the mean KL after an update, nats per loss token"
     )
@@ -211,6 +221,8 @@ class OnlineUpdateSettings(OptimizerSettings):
                 f"learning_rate: {self.learning_rate} must lie between min_learning_rate {self.min_learning_rate} and "
                 f"max_learning_rate {self.max_learning_rate}"
             )
+        if self.kl_control == "fixed":
+            return
         self.kl_band.check_start(self.kl_coef)
         for name in ("increase", "decrease"):
             if getattr(self.kl_band, name) <= 1:
@@ -395,10 +407,11 @@ class OnlineSettings(Settings):
         doc="environment whose episodes are served; unset, or name `chat`: conversations; an answer is right if it "
         "equals the label",
     )
-    rewards: dict[str, float] = setting(
-        {"task": 1.0},
+    rewards: dict[str, float] | None = setting(
+        None,
         is_code=True,
-        doc="reward components and their weights, as in the policy stage",
+        doc="reward components and their weights; unset: those of the policy stage with its reward_options, without a "
+        "pipeline {task: 1.0}",
     )
     reward_options: RewardSettings = setting(RewardSettings(), doc="options of components")
     reward_model: str | None = setting(

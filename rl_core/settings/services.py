@@ -326,6 +326,12 @@ class ServiceWorkerSettings(Settings):
         le=1e9,
         doc="lifetime of an unused sampler without a saved path; one hour after its session's end",
     )
+    recorded_seconds: float = setting(
+        86_400.0,
+        gt=0.0,
+        le=1e9,
+        doc="how long what a sample recorded (record_stability_info) can be trained on, after sampling or its last use",
+    )
     stop_seconds: float = setting(
         60.0,
         gt=0.0,
@@ -416,21 +422,28 @@ class ServiceSettings(Settings):
         {},
         doc="frozen models in addition to the bases, for evaluations and KL terms: name -> model folder or hub name",
     )
+    reward_models: dict[str, Any] = setting(
+        {},
+        doc="frozen reward models whose scores clients may request: name -> model folder or hub name",
+    )
     references: ReferenceSettings = setting(
         ReferenceSettings(), doc="precision of reference models, and how many stay in memory"
     )
 
     def check(self) -> None:
         """Check sinks, alert conditions and reference models."""
-        for name, path in self.reference_models.items():
-            if not isinstance(path, str) or not path or not name:
-                raise SettingsError(
-                    f"reference_models: {name!r}: {path!r} is not a model folder or hub name"
-                )
-            if name in self.engine.bases or name == "base":
-                raise SettingsError(
-                    f"reference_models: '{name}' is already the name of a base model; choose another"
-                )
+        taken = {"base": "a base model", **dict.fromkeys(self.engine.bases, "a base model")}
+        for block in ("reference_models", "reward_models"):
+            for name, path in getattr(self, block).items():
+                if not isinstance(path, str) or not path or not name:
+                    raise SettingsError(
+                        f"{block}: {name!r}: {path!r} is not a model folder or hub name"
+                    )
+                if name in taken:
+                    raise SettingsError(
+                        f"{block}: '{name}' is already the name of {taken[name]}; choose another"
+                    )
+            taken |= dict.fromkeys(self.reference_models, "a reference model")
         check_sinks(self.sinks)
         check_alerts(self.alerts)
 

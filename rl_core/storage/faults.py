@@ -337,11 +337,6 @@ FAULT_POINT_GROUPS: dict[str, tuple[FaultPoint, ...]] = {
             "a live snapshot is chosen for the promotion gate, no run has begun",
             "online",
         ),
-        (
-            "online.segment",
-            "a segment of shared memory is created and locked, it has no size",
-            "online",
-        ),
         ("online.rotated", "a full log of updates is renamed, there is no new log yet", "online"),
     ),
     "flows": _build_group(

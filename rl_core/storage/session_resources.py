@@ -1,51 +1,31 @@
-"""Folders and shared-memory segments of a running process, which no killed run leaves behind.
+"""Folders of a running process, which no killed run leaves behind.
 
     <temporary folder>/posttrain-ray-<uid>-<random>/lock         Ray's sockets and logs
     <folder>/posttrain-weights-<uid>-<random>/lock               weights on their way to an inference server
     <temporary folder>/posttrain-agent-<uid>-<random>/lock       an agent's working folder and outputs
-    /dev/shm/posttrain-<uid>-<pid>-<random>-<number>             a segment of shared memory
 
-The owner holds a flock on each folder's `lock` and on each segment. The kernel frees it when the process dies, so
-whatever can be locked has no owner any more and is removed by the next run, even if the pid was reused. Programs that
-work in a folder may briefly outlive the owner and continue to write: `lock` is removed last, so that the next run
-detects what could not be removed.
+The owner holds a flock on each folder's `lock`. The kernel frees it when the process dies, so whatever can be locked
+has no owner any more and is removed by the next run, even if the pid was reused. Programs that work in a folder may
+briefly outlive the owner and continue to write: `lock` is removed last, so that the next run detects what could not be
+removed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import itertools
-import mmap
 import os
-import re
-import secrets
 import shutil
-import stat
 import tempfile
 import time
 import weakref
 from pathlib import Path
-from types import TracebackType
-
-from rl_core.errors import CheckpointError, CorruptError
-from rl_core.storage.atomic_files import is_process_alive
-from rl_core.storage.faults import inject_fault
 
 RAY_PREFIX, WEIGHTS_PREFIX = "posttrain-ray-", "posttrain-weights-"
 AGENT_PREFIX = "posttrain-agent-"
 LOCK_FILE = "lock"
 REMOVAL_TIMEOUT_S = 5.0  # for programs that are terminating and still write
 CREATION_GRACE_S = 60.0  # a folder without a lock that is older is not being created any more
-
-
-SHARED_MEMORY = Path("/dev/shm")
-_SEGMENT_NAME = re.compile(r"posttrain-(\d+)-(\d+)-([0-9a-f]{8})-(\d+)")
-_SEGMENT_REMEDIES = {
-    errno.ENOSPC: "; the shared memory is full: raise its size, or lower the bound of the channel"
-}
-_segment_numbers = itertools.count()
 
 
 class SessionFolder:
@@ -159,117 +139,3 @@ def _list_entries(folder: Path) -> list[Path]:
 def _unlink_quietly(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
-
-
-class SharedSegment:
-    """Segment of shared memory owned by this process: mapped for writing, unlinked by `close`. A context manager."""
-
-    def __init__(self, size: int, *, token: str, folder: Path = SHARED_MEMORY) -> None:
-        """Reserve `size` bytes, at least 1.
-
-        Args:
-            token: 8 hex digits that identify the sender's segments.
-        Raises: CheckpointError if there is no space; memory is reserved here so that later writes cannot fail.
-        """
-        self.folder, self.size = folder, max(1, size)
-        self.name = f"posttrain-{os.getuid()}-{os.getpid()}-{token}-{next(_segment_numbers)}"
-        path = folder / self.name
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            self._descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be created: {error.strerror}") from error
-        try:
-            # Waits while another process checks briefly whether the segment is stale.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-            inject_fault("online.segment")
-            os.posix_fallocate(self._descriptor, 0, self.size)
-            self.memory = mmap.mmap(self._descriptor, self.size)
-        except BaseException as error:
-            os.unlink(path)
-            os.close(self._descriptor)
-            if isinstance(error, OSError):
-                remedy = _SEGMENT_REMEDIES.get(error.errno or 0, "")
-                raise CheckpointError(
-                    f"{path}: {self.size} bytes: {error.strerror}{remedy}"
-                ) from error
-            raise
-
-    def close(self) -> None:
-        """Remove the segment. Processes that have mapped it keep their bytes until they unmap it."""
-        if self._descriptor < 0:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.folder / self.name)
-        with contextlib.suppress(BufferError):  # a view is still in use and frees the memory later
-            self.memory.close()
-        os.close(self._descriptor)
-        self._descriptor = -1
-
-    def __enter__(self) -> SharedSegment:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def attach_segment(name: str, size: int, *, folder: Path = SHARED_MEMORY) -> mmap.mmap:
-    """Map another process's segment for reading.
-
-    Raises: CorruptError for an invalid name, or a segment that is missing, too small, or of another user.
-    """
-    if not _SEGMENT_NAME.fullmatch(name):
-        raise CorruptError(f"{name[:100]!r}: is not a segment name")
-    try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise CorruptError(f"{folder / name}: {error.strerror}") from error
-    try:
-        status = os.fstat(descriptor)
-        is_user_file = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-        if not is_user_file or not 0 < size <= status.st_size:
-            raise CorruptError(f"{folder / name}: is not a segment of this user with {size} bytes")
-        return mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-
-
-def list_sender_segments(token: str, *, folder: Path = SHARED_MEMORY) -> list[str]:
-    """Return the names of a sender's existing segments."""
-    matches = map(_SEGMENT_NAME.fullmatch, os.listdir(folder))
-    return sorted(match[0] for match in matches if match and match[3] == token)
-
-
-def remove_stale_segments(*, folder: Path = SHARED_MEMORY) -> list[str]:
-    """Remove this user's segments whose owner is dead; return their names."""
-    removed = []
-    for name in sorted(os.listdir(folder)):
-        match = _SEGMENT_NAME.fullmatch(name)
-        if match is None or int(match[1]) != os.getuid():
-            continue
-        try:
-            descriptor = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:  # its owner has just removed it
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # An empty segment of a living process has been created but not locked yet.
-            if os.fstat(descriptor).st_size or not is_process_alive(int(match[2])):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(folder / name)
-                    removed.append(name)
-        except OSError:  # its owner is alive
-            continue
-        finally:
-            os.close(descriptor)
-    return removed
-
-
-def generate_sender_token() -> str:
-    """Return 8 random hex digits."""
-    return secrets.token_hex(4)

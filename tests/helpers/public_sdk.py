@@ -46,14 +46,15 @@ def sdk_environments(folder):
 
 
 @contextlib.contextmanager
-def run_service(folder, bases):
-    """Run a service in a folder, as two processes; yield (address, key)."""
+def run_service(folder, bases, **settings):
+    """Run a service in a folder, as two processes; yield (address, key). settings: further blocks."""
     port = next(number for number in range(8400, 8500) if is_port_free(number))
     values = {
         "folder": str(folder / "service"),
         "mlflow_runs": False,
         "server": {"port": port},
         "engine": {"bases": bases, "device": "cpu"},
+        **settings,
     }
     settings = parse_service_settings(values)
     store = ServiceStore(settings.store_url)

@@ -52,6 +52,15 @@ def loss(run, seq, data, loss_fn="cross_entropy", forward_only=False, **options)
         )
         for name, array in datum.inputs.items():
             write_tensor(message.loss_fn_inputs[name], np.asarray(array))
+        for spans, field in (
+            (datum.token_spans, message.model_input_spans),
+            (datum.target_spans, message.loss_fn_input_spans),
+        ):
+            for span in spans:
+                tokens = getattr(field.add(), f"{span.source}_tokens")
+                tokens.sequence_id, tokens.offset = span.sequence_id, span.offset
+                tokens.length = span.length
+                tokens.SetInParent()
     payload = body.SerializeToString(deterministic=True)
     return NewRequest(
         kind="forward_backward",
@@ -124,7 +133,9 @@ def sample(sampler, seq, prompt=(5, 6, 7), num_samples=2, max_tokens=4, temperat
         "sampling_params": {"max_tokens": max_tokens, "temperature": temperature, "stop": []},
         **more,
     }
-    return _open_run("sample", sampler, seq, body, facts={"seed": 1000 + seq})
+    ids = [f"{sampler}-{seq}-{index}" for index in range(num_samples)]
+    facts = {"seed": 1000 + seq, "sample_sequence_ids": ids}
+    return _open_run("sample", sampler, seq, body, facts=facts)
 
 
 def evaluate(

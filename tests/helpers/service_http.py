@@ -24,13 +24,22 @@ ADDRESS = "http://127.0.0.1:8123"
 class Service:
     """A running service. `client`: HTTP client with a new API key of that name."""
 
-    def __init__(self, folder: Path, base: Path, *, key: str = "me", **server: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        base: Path,
+        *,
+        key: str = "me",
+        models: dict[str, dict[str, str]] | None = None,
+        **server: Any,
+    ) -> None:
         self.settings = parse_service_settings(
             {
                 "folder": str(folder),
                 "mlflow_runs": False,
                 "server": {"poll_seconds": 20.0, **server},
                 "engine": {"bases": {"base": str(base)}, "device": "cpu"},
+                **(models or {}),
             }
         )
         self.folder = folder

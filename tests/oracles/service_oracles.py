@@ -72,6 +72,23 @@ def gspo(p: Rows, fixed: Rows, rows: list[dict], options: dict) -> float:
     return total
 
 
+def stable_reinforce(p: Rows, fixed: Rows, rows: list[dict], options: dict) -> float:
+    """Sum over tokens; `p` are [T, 1 + K]: the target's log-probability, then those of the recorded tokens."""
+    total = 0.0
+    for part, row in zip(p, rows, strict=True):
+        for t, recorded in enumerate(row["sampler_top_logprobs"]):
+            known = [k for k, logq in enumerate(recorded) if logq > -1e4]
+            if not known:
+                continue
+            kl = sum(math.exp(recorded[k]) * (recorded[k] - part[t][1 + k]) for k in known)
+            rest = 1 - sum(math.exp(recorded[k]) for k in known)
+            if rest > 1e-12:
+                kl += rest * math.log(rest / (1 - sum(math.exp(part[t][1 + k]) for k in known)))
+            a = row["advantages"][t]
+            total -= a * part[t][0] + (a - options["kl_coeff"]) * kl
+    return total
+
+
 def generalised_advantages(rewards, values, mask, gamma: float, lam: float):
     """Compute advantages and returns over the masked tokens of one row, from the last to the first."""
     advantages, after, value_after = np.zeros(len(rewards)), 0.0, 0.0

@@ -107,10 +107,53 @@ def train_policy(service, results):
     results["rewards"] = rewards
 
 
+def train_stable(service, results):
+    """Train stable_reinforce on samples of a stale sampler: odd tokens are rewarded, and weights are renewed rarely."""
+    if not hasattr(types, "SampledProvenanceSpan"):
+        return  # older SDKs
+    training = resolve(service.create_lora_training_client(base_model="base", rank=8, seed=5))
+    prompt, parameters = [3, 4], types.SamplingParams(max_tokens=6, stop=[])
+    rewards = []
+    for step in range(12):
+        if step % 3 == 0:
+            sampling = resolve(
+                training.save_weights_and_get_sampling_client(record_stability_info=True)
+            )
+        answer = sampling.sample(
+            prompt=types.ModelInput.from_ints(prompt), num_samples=48, sampling_params=parameters
+        ).result()
+        scores = np.array([np.mean(np.array(item.tokens) % 2) for item in answer.sequences])
+        rewards.append(float(scores.mean()))
+        data = []
+        for sequence, score in zip(answer.sequences, scores - scores.mean(), strict=True):
+            tokens, name = list(sequence.tokens), sequence.sequence_id
+            datum = make_datum(
+                prompt + tokens,
+                advantages=np.array([0.0] + [score / 20] * len(tokens), np.float32),
+            )
+            data.append(
+                datum.with_provenance(
+                    model_input=[
+                        types.PromptProvenanceSpan(sequence_id=name, length=2),
+                        types.SampledProvenanceSpan(sequence_id=name, length=len(tokens) - 1),
+                    ],
+                    loss_fn_inputs=[
+                        types.PromptProvenanceSpan(sequence_id=name, offset=1, length=1),
+                        types.SampledProvenanceSpan(sequence_id=name, length=len(tokens)),
+                    ],
+                )
+            )
+        forward_future = training.forward_backward(data, "stable_reinforce")
+        training.optim_step(STEP).result()
+        results["stable_metrics"] = dict(forward_future.result().metrics)
+    results["stable_rewards"] = rewards
+
+
 def main():
     service, results = tinker.ServiceClient(), {}
     train_supervised(service, results)
     train_policy(service, results)
+    train_stable(service, results)
     print(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)

@@ -57,7 +57,7 @@ _UNSUPPORTED_PATHS = {
     "billing/{rest:path}": "there is no billing here",
     "auth/token": "API keys are used directly; pjwt_auth_enabled is false",
     "create_custom_loss": "custom losses run in the client; custom_loss_server_side is false",
-    "unload_model": "unused runs are unloaded automatically",
+    "unload_model": "a run leaves memory after worker.idle_seconds, and its next request loads it again",
 }
 
 

@@ -13,7 +13,7 @@ import math
 import re
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -173,6 +173,8 @@ async def find_owned_checkpoint(request: Request) -> tuple[ServiceServer, ApiKey
     """Return server, caller and the caller's saved weights that the address names. Raises: HTTPError (404, 403)."""
     server, caller = await authenticate_request(request)
     parts = request.path_params
+    if parts["kind"] not in CHECKPOINT_TYPES:
+        _refuse_missing_kind(parts["kind"])
     path = str(parse_tinker_path(f"tinker://{parts['model_id']}/{parts['kind']}/{parts['name']}"))
     checkpoint = await server.call_store(server.store.find_checkpoint, path)
     if checkpoint is None:
@@ -230,6 +232,19 @@ async def _describe_weights(request: Request) -> Response:
     )
 
 
+async def _refuse_untyped_checkpoint(request: Request) -> NoReturn:
+    await authenticate_request(request)
+    _refuse_missing_kind(request.path_params["name"])
+
+
+def _refuse_missing_kind(checkpoint_id: str) -> NoReturn:
+    """Raise HTTPError for an id without its kind: weights and sampler weights may share a name."""
+    name = checkpoint_id[:200]
+    kinds = " or ".join(f"{kind}/{name}" for kind in CHECKPOINT_TYPES)
+    raise HTTPError(400, f"checkpoint_id: '{name}' does not say which kind; write {kinds}")
+
+
+_UNTYPED_PATH = "/training_runs/{model_id}/checkpoints/{name}"
 CHECKPOINT_PATH = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 CHECKPOINT_ROUTES = [
     Route("/training_runs", _list_training_runs, methods=["GET"]),
@@ -239,6 +254,9 @@ CHECKPOINT_ROUTES = [
     Route(CHECKPOINT_PATH, _delete_checkpoint, methods=["DELETE"]),
     Route(f"{CHECKPOINT_PATH}/publish", _set_public, methods=["POST", "DELETE"]),
     Route(f"{CHECKPOINT_PATH}/ttl", _set_ttl, methods=["PUT"]),
+    Route(_UNTYPED_PATH, _refuse_untyped_checkpoint, methods=["DELETE"]),
+    Route(f"{_UNTYPED_PATH}/publish", _refuse_untyped_checkpoint, methods=["POST"]),
+    Route(f"{_UNTYPED_PATH}/ttl", _refuse_untyped_checkpoint, methods=["PUT"]),
     Route("/weights_info", _describe_weights, methods=["POST"]),
 ]
 

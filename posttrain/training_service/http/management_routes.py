@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Security
 from fastapi.security import APIKeyHeader
@@ -41,14 +41,22 @@ from posttrain.training_service.store import (
 )
 from posttrain.training_service.store.overview import compute_kind_stats
 from posttrain.training_service.wire.codec import EvaluateBody
-from posttrain.training_service.wire.request_bodies import parse_request_body
+from posttrain.training_service.wire.request_bodies import (
+    RequestBody,
+    ScoreBody,
+    parse_request_body,
+)
 from posttrain.web.errors import HTTPError
 from rl_core.errors import suggest_name
 from rl_core.service.responses import (
     AcceptedEvaluation,
+    AcceptedScores,
     CancelledRequest,
     ModelEvaluation,
     QueueStats,
+    ReferenceInfo,
+    ReferenceList,
+    ReferenceScores,
     RequestList,
     RequestStatus,
     RunList,
@@ -103,10 +111,10 @@ class _FamilyCollector(Collector):
         return self._families
 
 
-def _describe_request_body() -> dict[str, Any]:
+def _describe_request_body(body: type[RequestBody]) -> dict[str, Any]:
     """Describe the body for OpenAPI. The route reads it itself to bound its size, so FastAPI cannot derive it."""
-    schema = EvaluateBody.model_json_schema()
-    definitions = schema.pop("$defs")
+    schema = body.model_json_schema()
+    definitions = schema.pop("$defs", {})
     for name, property_schema in schema["properties"].items():
         if "$ref" in property_schema:
             schema["properties"][name] = {
@@ -119,7 +127,11 @@ def _describe_request_body() -> dict[str, Any]:
 def add_evaluate_routes(router: APIRouter, server: ServiceServer) -> None:
     """Add the routes of evaluations."""
 
-    @router.post("/runs/{run_id}/evaluate", status_code=202, openapi_extra=_describe_request_body())
+    @router.post(
+        "/runs/{run_id}/evaluate",
+        status_code=202,
+        openapi_extra=_describe_request_body(EvaluateBody),
+    )
     async def evaluate(request: Request, run_id: str) -> AcceptedEvaluation:
         """Queue an evaluation of saved weights or base models. The run's training is not affected."""
         caller = await server.authenticate_caller(request)
@@ -130,7 +142,7 @@ def add_evaluate_routes(router: APIRouter, server: ServiceServer) -> None:
             if name is not None:
                 await _check_evaluated_model(server, caller, name, is_second=name == body.against)
         evaluation_id = body.evaluation_id or f"e-{secrets.token_hex(12)}"
-        seq = _hash_evaluation_id(evaluation_id)
+        seq = _hash_request_id(evaluation_id)
         facts = {"evaluation_id": evaluation_id}
         try:
             accepted = await accept_request(
@@ -158,24 +170,106 @@ def add_evaluate_routes(router: APIRouter, server: ServiceServer) -> None:
         """Return the result of an evaluation, or status 202 after `wait` seconds without one."""
         caller = await server.authenticate_caller(request)
         run = await find_owned_run(server, caller, run_id)
-        with server.result_waiter.expect_result(request_id) as event:
-            evaluation = await find_owned_request(server, caller, request_id)
-            if evaluation.target != run.model_id or evaluation.kind != "evaluate":
-                raise HTTPError(
-                    404, f"request '{request_id[:100]}' is no evaluation of run '{run_id[:200]}'"
-                )
-            waits = not evaluation.is_final and not server.result_waiter.is_closing and wait > 0
-            timeout = min(wait, server.settings.server.poll_seconds)
-            if waits and await wait_for_event(event, timeout):
-                evaluation = await find_owned_request(server, caller, request_id)
-        if not evaluation.is_final:
-            return JSONResponse({"state": evaluation.state}, 202)
-        if evaluation.state != "done":
-            status = 422 if evaluation.category == "user" else 500
-            raise HTTPError(status, evaluation.error or evaluation.state)
-        if evaluation.answer is None:
-            raise HTTPError(410, f"the result of {evaluation.request_id} has expired")
-        return JSONResponse(json.loads(evaluation.answer))
+        problem = f"request '{request_id[:100]}' is no evaluation of run '{run_id[:200]}'"
+        place = ("evaluate", run.model_id)
+        return await _wait_for_json_result(server, caller, request_id, wait, place, problem)
+
+
+async def _wait_for_json_result(
+    server: ServiceServer,
+    caller: ApiKey,
+    request_id: str,
+    wait: float,
+    place: tuple[str, str],
+    problem: str,
+) -> JSONResponse:
+    """Return the JSON result of a request, or status 202 after `wait` seconds without one.
+
+    Args:
+        place: kind and target that the request must have.
+        problem: message if it has others.
+    Raises: HTTPError (403, 404, 410, 422, 500); BackendError.
+    """
+    with server.result_waiter.expect_result(request_id) as event:
+        stored = await find_owned_request(server, caller, request_id)
+        if (stored.kind, stored.target) != place:
+            raise HTTPError(404, problem)
+        waits = not stored.is_final and not server.result_waiter.is_closing and wait > 0
+        timeout = min(wait, server.settings.server.poll_seconds)
+        if waits and await wait_for_event(event, timeout):
+            stored = await find_owned_request(server, caller, request_id)
+    if not stored.is_final:
+        return JSONResponse({"state": stored.state}, 202)
+    if stored.state != "done":
+        status = 422 if stored.category == "user" else 500
+        raise HTTPError(status, stored.error or stored.state)
+    if stored.answer is None:
+        raise HTTPError(410, f"the result of {stored.request_id} has expired")
+    return JSONResponse(json.loads(stored.answer))
+
+
+def add_reference_routes(router: APIRouter, server: ServiceServer) -> None:
+    """Add the routes of reference and reward models."""
+    settings = server.settings
+    kinds: dict[str, Literal["policy", "reward_model"]] = {
+        **dict.fromkeys(settings.reference_models, "policy"),
+        **dict.fromkeys(settings.reward_models, "reward_model"),
+    }
+
+    @router.get("/references")
+    async def references(request: Request) -> ReferenceList:
+        """List the frozen models that score rows."""
+        await server.authenticate_caller(request)
+        infos = [ReferenceInfo(name=name, kind=kind) for name, kind in sorted(kinds.items())]
+        return ReferenceList(references=infos)
+
+    @router.post(
+        "/references/{name}/scores",
+        status_code=202,
+        openapi_extra=_describe_request_body(ScoreBody),
+    )
+    async def scores(request: Request, name: str) -> AcceptedScores:
+        """Queue the log-probabilities (reference model) or scores (reward model) of token rows."""
+        caller = await server.authenticate_caller(request)
+        if name not in kinds:
+            advice = suggest_name(name, kinds) if kinds else "the service's settings name none"
+            raise HTTPError(404, f"references: there is no model '{name[:200]}' here; {advice}")
+        payload = await read_full_payload(server, request)
+        body = parse_request_body(ScoreBody, payload)
+        scores_id = body.scores_id or f"s-{secrets.token_hex(12)}"
+        # The model is part of the payload's identity: a repeated id means the same rows and model.
+        seq = _hash_request_id(f"{name}\n{scores_id}")
+        target = _format_reference_target(caller)
+        try:
+            accepted = await accept_request(
+                server, request, caller, "score", target, seq, payload, {"model": name}
+            )
+        except SequenceIdReused:
+            raise HTTPError(
+                422,
+                f"scores_id: '{scores_id}' was used before with other rows; choose another",
+            ) from None
+        await server.record_audit_entry(caller, "score", name, accepted.request_id)
+        return AcceptedScores(request_id=accepted.request_id, scores_id=scores_id)
+
+    @router.get(
+        "/references/requests/{request_id}/result",
+        response_model=ReferenceScores,
+        responses={202: {"description": "not finished; ask again"}},
+    )
+    async def result(
+        request: Request, request_id: str, wait: Annotated[float, Query(ge=0, le=40)] = 0.0
+    ) -> Any:
+        """Return the scores, or status 202 after `wait` seconds without them."""
+        caller = await server.authenticate_caller(request)
+        problem = f"request '{request_id[:100]}' is no request to a reference model"
+        place = ("score", _format_reference_target(caller))
+        return await _wait_for_json_result(server, caller, request_id, wait, place, problem)
+
+
+def _format_reference_target(caller: ApiKey) -> str:
+    """Return the target of a key's requests to reference models; no run has such an id."""
+    return f"{caller.key_id}:references"
 
 
 async def _check_evaluated_model(
@@ -195,9 +289,9 @@ async def _check_evaluated_model(
         raise HTTPError(404, f"there is no model '{name[:200]}' here; {suggest_name(name, known)}")
 
 
-def _hash_evaluation_id(evaluation_id: str) -> int:
-    """Derive the sequence number of an evaluation among those of its run."""
-    digest = hashlib.sha256(evaluation_id.encode()).digest()
+def _hash_request_id(request_id: str) -> int:
+    """Derive the sequence number of a request among those of its target from an id that a client chose."""
+    digest = hashlib.sha256(request_id.encode()).digest()
     return int.from_bytes(digest[:8]) >> (64 - EVALUATION_SEQ_BITS)
 
 
@@ -352,6 +446,7 @@ def add_management_routes(app: FastAPI, server: ServiceServer) -> None:
         )
 
     add_evaluate_routes(router, server)
+    add_reference_routes(router, server)
     add_run_routes(router, server)
     app.include_router(router)
     app.add_route("/metrics", _export_metrics, methods=["GET"])

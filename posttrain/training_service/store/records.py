@@ -21,10 +21,16 @@ RequestKind = Literal[
     "sample",
     "unload_model",
     "evaluate",
+    "score",
 ]
 RequestState = Literal["waiting", "running", "done", "failed", "cancelled"]
 ContentType = Literal["json", "protobuf"]
-_LINE_BY_KIND = {"create_sampler": "sampler", "sample": "sample", "evaluate": "evaluate"}
+_LINE_BY_KIND = {
+    "create_sampler": "sampler",
+    "sample": "sample",
+    "evaluate": "evaluate",
+    "score": "score",
+}
 
 
 def resolve_request_line(kind: str) -> str:
@@ -168,6 +174,17 @@ class SamplerRecord:
     )
     kind: Literal["snapshot", "inflight"] = "snapshot"
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSequence:
+    """What a sample recorded about one of its sequences."""
+
+    sequence_id: str
+    session_id: str
+    touched: float  # sampling, or the newest training request that used it
+    temperature: float  # of the recorded distributions
+    content: bytes  # safetensors; see `worker.recorded_sequences`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

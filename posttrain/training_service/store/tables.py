@@ -144,6 +144,17 @@ samplers = Table(
     *_build_json_columns("facts"),
 )
 
+recorded_sequences = Table(  # what a sample recorded for stable_reinforce
+    "recorded_sequences",
+    metadata,
+    _build_key_column("sequence_id", 200),
+    _build_text_column("session_id", 200),
+    Column("touched", Double, nullable=False, index=True),  # sampling, or newest training request
+    Column("temperature", Double, nullable=False),
+    Column("content", LargeBinary, nullable=False),  # safetensors
+)
+Index("recorded_sequences_session", recorded_sequences.c.session_id)
+
 checkpoints = Table(
     "checkpoints",
     metadata,

@@ -25,12 +25,17 @@ from posttrain.training_service.store.intake import (
     cancel_requests,
     parse_request_row,
 )
-from posttrain.training_service.store.records import ResultBody, StoredRequest, replace_unstorable
+from posttrain.training_service.store.records import (
+    RecordedSequence,
+    ResultBody,
+    StoredRequest,
+    replace_unstorable,
+)
 from posttrain.training_service.store.waiting_requests import ReadyRequest, WaitingRequests
 from rl_core.errors import ServiceError
 from rl_core.storage.faults import inject_fault
 
-_requests, _runs = tables.requests, tables.runs
+_requests, _runs, _recorded = tables.requests, tables.runs, tables.recorded_sequences
 CANCELLED_TOGETHER = 1000  # requests, in a transaction during which nobody else writes
 DEADLINE_PASSED_MESSAGE = "its deadline passed before it was started"
 
@@ -86,6 +91,8 @@ class RequestOutcome:
     rows: tuple[
         tuple[str, Mapping[str, Any]], ...
     ] = ()  # (table, row); replace rows of the same key
+    used_sequences: tuple[str, ...] = ()  # recorded sequences whose lifetime begins again
+    used_at: float = 0.0  # when the request that uses them was accepted
 
 
 class WorkQueue:
@@ -243,6 +250,57 @@ class WorkQueue:
         for outcome in outcomes:
             for name, content in outcome.rows:
                 _replace_row(connection, tables.metadata.tables[name], content)
+            for start in range(0, len(outcome.used_sequences), MAX_IDS_PER_STATEMENT):
+                ids = outcome.used_sequences[start : start + MAX_IDS_PER_STATEMENT]
+                is_older = _recorded.c.touched < outcome.used_at
+                connection.execute(
+                    _recorded.update()
+                    .where(_recorded.c.sequence_id.in_(ids), is_older)
+                    .values(touched=outcome.used_at)
+                )
+
+    def find_recorded_sequences(
+        self, session_id: str, sequence_ids: Iterable[str]
+    ) -> dict[str, RecordedSequence]:
+        """Return those of the sequences that were recorded in this session."""
+        ids = list(sequence_ids)
+        sequences: dict[str, RecordedSequence] = {}
+        with self._database.read_transaction() as connection:
+            for start in range(0, len(ids), MAX_IDS_PER_STATEMENT):
+                query = sa.select(_recorded).where(
+                    _recorded.c.sequence_id.in_(ids[start : start + MAX_IDS_PER_STATEMENT]),
+                    _recorded.c.session_id == session_id,
+                )
+                for row in connection.execute(query):
+                    sequences[row.sequence_id] = RecordedSequence(**row._mapping)
+        return sequences
+
+    def remove_expired_sequences(self, lifetime: float) -> int:
+        """Remove recorded sequences that no request can use any more; return their number.
+
+        A request may use what was recorded or used at most `lifetime` seconds before it was accepted. A sequence thus
+        stays as long as a request of its session may be computed, or computed again, that was accepted in time.
+        """
+        now = self._clock()
+        with self._database.read_transaction() as connection:
+            expired = _recorded.c.touched < now - lifetime
+            sessions = connection.scalars(
+                sa.select(_recorded.c.session_id).where(expired).distinct()
+            ).all()
+        removed = 0
+        for session_id in sessions:
+            of_session = sa.select(_runs.c.model_id).where(_runs.c.session_id == session_id)
+            oldest_use = sa.select(sa.func.min(_requests.c.accepted)).where(
+                _requests.c.target.in_(of_session),
+                _requests.c.kind == "forward_backward",
+                sa.func.length(_requests.c.payload) > 0,
+            )
+            with self._database.write_transaction() as connection:
+                oldest = connection.scalar(oldest_use)
+                before = (now if oldest is None else min(now, oldest)) - lifetime
+                is_unused = (_recorded.c.session_id == session_id) & (_recorded.c.touched < before)
+                removed += connection.execute(_recorded.delete().where(is_unused)).rowcount
+        return removed
 
     def list_replay_requests(self, model_id: str, after: int) -> list[StoredRequest]:
         """List a run's final training requests after number `after`, in their order."""

@@ -52,14 +52,17 @@ from posttrain.training_service.wire.request_bodies import (
     SaveExternalBody,
     SaveForSamplerBody,
     SaveWeightsBody,
+    ScoreBody,
     TensorBody,
     Text,
+    TextList,
     parse_request_body,
 )
 from posttrain.training_service.wire.request_header import parse_forward_backward
 from rl_core.errors import ServiceError
 from rl_core.service.request_checks import NO_TARGET, EvaluateRequest
 from rl_core.service.requests import (
+    RECORDED_TOKENS,
     AdamParameters,
     AdapterConfig,
     CreateModel,
@@ -67,11 +70,13 @@ from rl_core.service.requests import (
     ForwardBackward,
     OptimizerKind,
     OptimStep,
+    ProvenanceSpan,
     SampleParameters,
     SampleRequest,
+    ScoreRequest,
     densify_rows,
 )
-from rl_core.service.responses import ModelEvaluation
+from rl_core.service.responses import ModelEvaluation, ReferenceScores
 from rl_core.service.results import (
     ForwardBackwardResult,
     OptimStepResult,
@@ -89,11 +94,6 @@ _OPTIMIZER_FAMILIES: dict[str, OptimizerKind] = {
     "dimuon": "muon",
     "muon": "muon",
 }
-
-TokenIdList = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 18)]
-TextList = Annotated[
-    tuple[Annotated[str, Field(max_length=1 << 20)] | TokenIdList, ...], Field(max_length=1 << 20)
-]
 
 
 class EvaluateSampling(RequestBody):
@@ -141,6 +141,12 @@ class EvaluateBody(RequestBody):
     resamples: Annotated[int, Field(ge=1, le=100_000)] = 2000
 
 
+def _decode_scores(payload: bytes, facts: Facts, target: str) -> ScoreRequest:
+    body = parse_request_body(ScoreBody, payload)
+    rows = tuple(np.array(row, dtype=np.int64) for row in body.rows)
+    return ScoreRequest(model=str(facts["model"]), rows=rows, temperature=body.temperature)
+
+
 def decode_evaluation(payload: bytes) -> EvaluateRequest:
     """Decode an evaluation. The worker adds the folders of saved weights. Raises: ServiceError (user)."""
     body = parse_request_body(EvaluateBody, payload)
@@ -180,10 +186,6 @@ def decode_sample_body(payload: bytes, seed: int, target: str) -> SampleRequest:
     body = parse_request_body(SampleBody, payload)
     if body.prompt_alt_tokens_k:
         raise ServiceError("asample: prompt_alt_tokens_k is not supported", "user")
-    if body.record_stability_info:
-        raise ServiceError(
-            "asample: record_stability_info is not supported, nor is stable_reinforce", "user"
-        )
     prompt = join_prompt_tokens(body.prompt)
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < len(prompt)):
@@ -201,6 +203,7 @@ def decode_sample_body(payload: bytes, seed: int, target: str) -> SampleRequest:
         prompt_logprobs=bool(body.prompt_logprobs),
         topk_prompt_logprobs=body.topk_prompt_logprobs,
         topk_sample_logprobs=body.topk_sample_logprobs,
+        recorded_tokens=RECORDED_TOKENS if body.record_stability_info else 0,
         target_prompt_logprobs=_decode_targets(body.target_prompt_logprobs),
     )
 
@@ -354,7 +357,29 @@ def _decode_datum(datum: Any, location: str, budget: DenseBudget) -> Datum:
         name: read_tensor(tensor, f"{location}.loss_fn_inputs['{name}']", budget)
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return Datum(np.concatenate(parts) if parts else np.zeros(0, np.int32), inputs)
+    return Datum(
+        np.concatenate(parts) if parts else np.zeros(0, np.int32),
+        inputs,
+        _decode_spans(datum.model_input_spans, f"{location}.model_input_spans"),
+        _decode_spans(datum.loss_fn_input_spans, f"{location}.loss_fn_input_spans"),
+    )
+
+
+def _decode_spans(spans: Any, location: str) -> tuple[ProvenanceSpan, ...]:
+    decoded = []
+    for index, span in enumerate(spans):
+        source = span.WhichOneof("source")
+        if source is None:
+            raise ServiceError(f"{location}[{index}]: names no tokens", "user")
+        tokens = getattr(span, source)
+        if min(tokens.offset, tokens.length) < 0:
+            raise ServiceError(
+                f"{location}[{index}]: offset {tokens.offset} and length {tokens.length}, expected 0 or more",
+                "user",
+            )
+        kind: Literal["prompt", "sampled"] = "prompt" if source == "prompt_tokens" else "sampled"
+        decoded.append(ProvenanceSpan(kind, tokens.sequence_id, tokens.offset, tokens.length))
+    return tuple(decoded)
 
 
 def _decode_optim_step(payload: bytes, facts: Facts, target: str) -> OptimStep:
@@ -474,6 +499,7 @@ _DECODERS: dict[str, Callable[[bytes, Facts, str], Command]] = {
     "sample": _decode_sample,
     "unload_model": _decode_unload_model,
     "evaluate": _decode_evaluate,
+    "score": _decode_scores,
 }
 
 
@@ -499,7 +525,7 @@ def encode_result(
         return json.dumps({"metrics": metrics}).encode(), "json"
     if isinstance(result, SamplerOpened):
         return json.dumps({"type": kind, "sampling_session_id": result.sampler_id}).encode(), "json"
-    if isinstance(result, ModelEvaluation):
+    if isinstance(result, ModelEvaluation | ReferenceScores):
         return json.dumps(asdict(result), allow_nan=False).encode(), "json"
     return json.dumps({"type": kind, **asdict(result)}).encode(), "json"
 

@@ -58,6 +58,12 @@ Ttl = Annotated[Integer, Field(ge=1, le=10 * 366 * 86_400)]
 Finite = Annotated[Real, Field(allow_inf_nan=False)]
 
 
+TokenIdList = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(max_length=1 << 18)]
+TextList = Annotated[
+    tuple[Annotated[str, Field(max_length=1 << 20)] | TokenIdList, ...], Field(max_length=1 << 20)
+]
+
+
 class RequestBody(BaseModel):
     """JSON object."""
 
@@ -388,3 +394,20 @@ class SetTtl(RequestBody):
     """Lifetime of saved weights; None = unlimited."""
 
     ttl_seconds: Ttl | None = None
+
+
+class ScoreBody(RequestBody):
+    """Rows that a reference model or a reward model scores."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    scores_id: Annotated[
+        Id | None,
+        Field(description="chosen by the client; a repeated id is the same request, computed once"),
+    ] = None
+    rows: Annotated[
+        tuple[TokenIdList, ...], Field(max_length=1 << 20, description="token ids of each row")
+    ]
+    temperature: Annotated[
+        Finite, Field(gt=0, description="of log-probabilities; reward models have none")
+    ] = 1.0

@@ -74,6 +74,8 @@ class Housekeeping:
         self._store.expire_results(
             result_seconds=settings.result_seconds, memory_seconds=settings.memory_seconds
         )
+        if removed_sequences := self._store.remove_expired_sequences(settings.recorded_seconds):
+            log.info("%d recorded sequences expired", removed_sequences)
         if cancelled := self._store.cancel_blocked_requests(SILENT_SESSION_SECONDS):
             log.info("%d requests behind a missing one cancelled; their sessions ended", cancelled)
         removed = self._weights.delete_expired_weights()
@@ -94,7 +96,12 @@ class EngineProcess:
     def __init__(self, settings: ServiceSettings, store: ServiceStore) -> None:
         self._store = store
         self._folder = ServiceFolder(Path(settings.folder).resolve())
-        engine = TrainingEngine(settings.engine, settings.references, settings.reference_models)
+        engine = TrainingEngine(
+            settings.engine,
+            settings.references,
+            settings.reference_models,
+            settings.reward_models,
+        )
         self._rounds = FairRounds(settings.worker.batch_requests, settings.engine.max_runs)
         weights = WeightsStorage(engine, store, self._folder, settings.worker)
         context = WorkerContext(engine, store, self._folder, weights, settings)

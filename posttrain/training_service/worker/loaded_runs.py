@@ -26,6 +26,7 @@ import torch
 from posttrain.training_service.commands import LoadWeights, WeightsLoaded
 from posttrain.training_service.store import ServiceStore, StoredRequest, TrainingRunRecord
 from posttrain.training_service.wire.codec import decode_request, encode_result
+from posttrain.training_service.worker.recorded_sequences import add_recorded_inputs
 from posttrain.training_service.worker.saved_weights import WorkerContext
 from rl_core.errors import CheckpointError, PosttrainError, ServiceError
 from rl_core.service.requests import CreateModel, ForwardBackward, OptimStep
@@ -342,6 +343,10 @@ class LoadedRuns:
             command = decode_request(
                 request.kind, request.payload, request.content_type, request.facts, request.target
             )
+            if isinstance(command, ForwardBackward):
+                command, _ = add_recorded_inputs(
+                    command, request, self._store, self._settings.recorded_seconds
+                )
             result = self._apply_command(command, request.owner)
         except ServiceError as error:
             if not has_failed:

@@ -36,13 +36,17 @@ from posttrain.training_service.wire.codec import decode_request, encode_result
 from posttrain.training_service.worker.fair_rounds import ExecutionRound, FairRounds
 from posttrain.training_service.worker.loaded_runs import LoadedRuns
 from posttrain.training_service.worker.loaded_samplers import LoadedSamplers
+from posttrain.training_service.worker.recorded_sequences import (
+    add_recorded_inputs,
+    build_recorded_rows,
+)
 from posttrain.training_service.worker.run_tracking import RunMetrics
 from posttrain.training_service.worker.saved_weights import WorkerContext, describe_model
 from rl_core.errors import BackendError, ServiceError
 from rl_core.out_of_memory import format_first_line
 from rl_core.service.request_checks import EvaluateRequest
-from rl_core.service.requests import CreateModel
-from rl_core.service.results import ForwardBackwardResult, OptimStepResult
+from rl_core.service.requests import CreateModel, ForwardBackward, SampleRequest, ScoreRequest
+from rl_core.service.results import ForwardBackwardResult, OptimStepResult, SampleResult
 from rl_core.storage.faults import inject_fault
 
 log = logging.getLogger(__name__)
@@ -67,6 +71,7 @@ class RequestExecutor:
         self._store = context.store
         self._folder = context.folder
         self._weights = context.weights
+        self._settings = context.settings.worker
         self._runs, self._samplers, self._metrics = runs, samplers, metrics
         self._rounds = rounds  # to which the time of computing is reported
         # of requests that a store or disk error interrupted
@@ -144,6 +149,8 @@ class RequestExecutor:
         if isinstance(command, EvaluateRequest):
             evaluation = self._engine.evaluate(self._resolve_model_folders(command, request.owner))
             return self._build_outcome(request, evaluation)
+        if isinstance(command, ScoreRequest):
+            return self._build_outcome(request, self._engine.score_rows(command))
         self._runs.ensure_loaded(target)
         if isinstance(command, SaveForSampler) and command.sampler_id is not None:
             row, run = self._samplers.publish_sampler(command, request)
@@ -214,24 +221,50 @@ class RequestExecutor:
     def _execute_passes(self, requests: Sequence[StoredRequest]) -> None:
         """Execute forward and backward passes of several runs."""
 
+        used_sequences: dict[str, tuple[str, ...]] = {}
+
+        def decode(request: StoredRequest) -> Command:
+            command = self._decode_command(request)
+            assert isinstance(command, ForwardBackward), request.kind
+            command, used_sequences[request.request_id] = add_recorded_inputs(
+                command, request, self._store, self._settings.recorded_seconds
+            )
+            return command
+
         def build_outcome(
             request: StoredRequest, answer: ForwardBackwardResult, seconds: float
         ) -> RequestOutcome:
             self._metrics.record_pass(request.target, answer.metrics, seconds)
-            return self._build_outcome(request, answer)
+            return self._build_outcome(
+                request,
+                answer,
+                used_sequences=used_sequences[request.request_id],
+                used_at=request.accepted,
+            )
 
         self._execute_batch(
-            requests, self._runs.ensure_loaded, self._engine.forward_backward, build_outcome
+            requests, self._runs.ensure_loaded, self._engine.forward_backward, build_outcome, decode
         )
 
     def _execute_samples(self, requests: Sequence[StoredRequest]) -> None:
         """Execute sampling requests of several samplers."""
 
-        def build_outcome(request: StoredRequest, answer: Result, seconds: float) -> RequestOutcome:
-            return self._build_outcome(request, answer)
+        commands: dict[str, SampleRequest] = {}
+
+        def decode(request: StoredRequest) -> Command:
+            command = self._decode_command(request)
+            assert isinstance(command, SampleRequest), request.kind
+            commands[request.request_id] = command
+            return command
+
+        def build_outcome(
+            request: StoredRequest, answer: SampleResult, seconds: float
+        ) -> RequestOutcome:
+            rows = build_recorded_rows(request, commands[request.request_id], answer)
+            return self._build_outcome(request, answer, rows=rows)
 
         self._execute_batch(
-            requests, self._samplers.ensure_loaded, self._engine.sample, build_outcome
+            requests, self._samplers.ensure_loaded, self._engine.sample, build_outcome, decode
         )
 
     def _execute_batch(
@@ -240,12 +273,14 @@ class RequestExecutor:
         ensure_loaded: Callable[[str, set[str]], None],
         compute: Callable[[list[Any]], Sequence[Any]],
         build_outcome: Callable[[StoredRequest, Any, float], RequestOutcome],
+        decode: Callable[[StoredRequest], Command] | None = None,
     ) -> None:
         """Pass all valid requests to the engine in one call, and store all answers in one transaction.
 
         Args:
             ensure_loaded: loads a target into memory without evicting the others.
             build_outcome: of a request, its answer, and the seconds of the call.
+            decode: of a request; None = its body alone.
         """
         begun_at = time.perf_counter()
         targets = {request.target for request in requests}
@@ -253,7 +288,7 @@ class RequestExecutor:
         valid: list[tuple[StoredRequest, Any]] = []
         for request in requests:
             try:
-                command: Any = self._decode_command(request)
+                command: Any = (decode or self._decode_command)(request)
                 ensure_loaded(request.target, targets)
                 valid.append((request, command))
             except Exception as error:

@@ -201,11 +201,17 @@ def test_every_management_route_has_a_call(service):
         client_calls.submit_evaluation("R", **question),
         client_calls.fetch_evaluation("R", "Q", 0.0),
         client_calls.list_metrics(),
+        client_calls.list_references(),
+        client_calls.submit_scores("N", [[1]]),
+        client_calls.fetch_scores("Q", 0.0),
     ]
-    called = {
-        (call.method, call.path.replace("/R", "/{run_id}").replace("/Q", "/{request_id}"))
-        for call in calls
-    }
+    names = {"/R": "/{run_id}", "/Q": "/{request_id}", "/N": "/{name}"}
+    called = set()
+    for call in calls:
+        path = call.path
+        for short, name in names.items():
+            path = path.replace(short, name)
+        called.add((call.method, path))
     assert called == offered
     described = service.client.get("/openapi.json")
     assert {"ModelEvaluation", "TextComparison", "RunStatus"} <= set(

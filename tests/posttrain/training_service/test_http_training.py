@@ -171,7 +171,7 @@ def test_faults_are_results_and_leave_no_hole(service):
     wrong = service.post(
         "optim_step", {"model_id": run, "seq_id": 2, "adam_params": {"learning_rate": "fast"}}
     )
-    refused = service.forward_backward(run, 3, random_data(1), loss_fn="stable_reinforce")
+    refused = service.forward_backward(run, 3, random_data(1), loss_fn="custom")
     foreign = service.post(
         "load_weights", {"model_id": run, "seq_id": 4, "path": "tinker://x/weights/a"}
     )
@@ -182,7 +182,7 @@ def test_faults_are_results_and_leave_no_hole(service):
     texts = {
         huge["request_id"]: "at most 67108864 are accepted",
         wrong["request_id"]: "learning_rate",
-        refused["request_id"]: "'stable_reinforce' is not supported",
+        refused["request_id"]: "'custom' is not supported",
         foreign["request_id"]: "there are no saved weights",
         nameless["request_id"]: "neither path nor",
         lived["request_id"]: "worker.sampler_seconds",
@@ -192,6 +192,27 @@ def test_faults_are_results_and_leave_no_hole(service):
         assert text in result["error"] and result["category"] == "user"
     assert isinstance(service.result(good), bytes)
     assert json.dumps(service.post("get_info", {"model_id": run}))  # the run is as it was
+
+
+def test_a_checkpoint_id_without_its_kind_is_refused(service):
+    run = service.new_run(service.session())
+    service.result(service.post("save_weights", {"model_id": run, "seq_id": 1, "path": "ckpt0"}))
+    paths = f"training_runs/{run}/checkpoints"
+    for method, suffix, body in (
+        ("DELETE", "ckpt0", None),
+        ("POST", "ckpt0/publish", None),
+        ("DELETE", "ckpt0/publish", None),
+        ("PUT", "ckpt0/ttl", {"ttl_seconds": 60}),
+    ):
+        refused = service.call(method, f"{paths}/{suffix}", status=400, json=body)
+        assert "write weights/ckpt0 or sampler_weights/ckpt0" in refused["detail"]
+    (listed,) = service.call("GET", paths)["checkpoints"]
+    assert listed["checkpoint_id"] == "weights/ckpt0" and listed["expires_at"] is None
+    # a name that is an action's
+    service.result(service.post("save_weights", {"model_id": run, "seq_id": 2, "path": "publish"}))
+    service.call("DELETE", f"{paths}/weights/publish", status=204)
+    unload = service.post("unload_model", {"model_id": run}, status=404)
+    assert "worker.idle_seconds" in unload["detail"]
 
 
 def test_exported_weights_are_fetched_by_signed_addresses(service):

@@ -40,7 +40,9 @@ def grid(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory, grid):
-    with run_service(tmp_path_factory.mktemp("served"), {"grid": str(grid)}) as address:
+    references = {"start": str(grid)}
+    folder = tmp_path_factory.mktemp("served")
+    with run_service(folder, {"grid": str(grid)}, reference_models=references) as address:
         yield address
 
 
@@ -83,3 +85,17 @@ def test_preferences_are_learned(environments, served):
     text = run_example(environments("0.38"), served, EXAMPLES / "service_preferences.py", "reward")
     first, last = map(float, re.findall(r"([\d.]+)%", text))
     assert last > max(65.0, first + 10)
+
+
+def test_ppo_with_pipelined_requests_learns(environments, served):
+    text = run_example(environments("0.38"), served, EXAMPLES / "service_ppo.py")
+    rewards = [float(value) for value in re.findall(r"reward (-?[\d.]+)", text)]
+    assert len(rewards) == 20
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.06
+    differences = [float(value) for value in re.findall(r"advantages differ by ([\d.e-]+)", text)]
+    assert (
+        len(differences) == 20 and max(differences) < 1e-4
+    )  # GAE of the client and of the service
+    references = [float(value) for value in re.findall(r"KL to the start (-?[\d.e-]+)", text)]
+    assert abs(references[0]) < 1e-4 < references[-1]
+    print(json.dumps(rewards))

@@ -357,7 +357,6 @@ def test_requests_for_samples():
     ("fields", "text"),
     [
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
-        ({"record_stability_info": True}, "record_stability_info is not supported"),
         ({"prompt_logprobs_last_n": 1}, "with prompt_logprobs"),
         ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "expected 1 to 2"),
         ({"prompt": {"chunks": [{"type": "image"}]}}, "image chunks are not supported"),

@@ -81,7 +81,14 @@ def _list_returned(source):
 
 def test_every_field_of_a_record_of_an_update_is_documented():
     item = Namespace(
-        buffered=Namespace(experience=Namespace(request_id="r", policy_version=1), number=1),
+        buffered=Namespace(
+            experience=Namespace(
+                request_id="r",
+                policy_version=1,
+                rollouts=[Namespace(trajectory=Namespace(environment="e", level="l", seed=1))],
+            ),
+            number=1,
+        ),
         experience=None,
         weight=1.0,
         label=Namespace(source="consensus", kind="text", confidence=1.0),

@@ -12,7 +12,13 @@ import torch
 from helpers.online import experience, recorded
 from helpers.tiny import PAD, nano, weights_digest
 
-from rl_core.errors import CheckpointError, CorruptError, DataError, NonFiniteError
+from rl_core.errors import (
+    CheckpointError,
+    CorruptError,
+    DataError,
+    NonFiniteError,
+    SettingsError,
+)
 from rl_core.losses.kl import banded_kl_coef
 from rl_core.models.logprobs import completion_logprobs, compute_vocabulary_logprobs
 from rl_core.models.lora import add_adapter
@@ -20,7 +26,11 @@ from rl_core.models.trainable_weights import collect_trainable_weights, load_tra
 from rl_core.online.experience_buffer import BufferedExperience
 from rl_core.online.labelled_rewards import RewardTable
 from rl_core.online.labels import Label
-from rl_core.online.update_audit import format_audit_line
+from rl_core.online.update_audit import (
+    MAX_LISTED_EXPERIENCES,
+    build_contribution_record,
+    format_audit_line,
+)
 from rl_core.online.update_step import (
     GuardedLearner,
     RunningRewardBaseline,
@@ -542,3 +552,46 @@ def test_recorded_tokens_are_aligned_with_the_loss_tokens():
     distribution = build_recorded_distribution(recorded(rollout), [False, True])
     assert distribution.top_ids_NK.shape == (1, 3) and not distribution.is_exact
     assert distribution.rest_N.tolist() == pytest.approx([float(recorded(rollout).rest_T[1])])
+
+
+def test_a_fixed_coefficient_stays_and_the_limit_holds(tmp_path):
+    fixed = make_learner(tmp_path / "fixed", kl_coef=0.02, kl_control="fixed")
+    adaptive = make_learner(tmp_path / "adaptive", kl_coef=0.02)
+    for number in range(1, 6):
+        for learner in (fixed, adaptive):
+            update_from_request(learner, f"r{number}", number=number)
+    assert fixed.kl_coef == 0.02 != adaptive.kl_coef
+    restored = make_learner(tmp_path / "fixed", kl_coef=0.02, kl_control="fixed")
+    restored.load_state_dict(adaptive.state_dict())  # a service that was adaptive until now
+    assert restored.kl_coef == 0.02
+    strict = make_learner(tmp_path / "strict", kl_control="fixed", kl_max=1e-9)
+    assert update_from_request(strict, "r1").refused == "kl"
+    free = make_learner(tmp_path / "free", kl_coef=0.0, kl_control="fixed")
+    report = update_from_request(free, "r1")
+    assert not report.refused and report.losses["kl"] == 0.0
+    with pytest.raises(SettingsError, match="kl_coef"):
+        OnlineUpdateSettings(kl_coef=0.0)
+
+
+def test_an_audit_line_names_experiences_and_tasks(tmp_path):
+    learner = make_learner(tmp_path)
+    items = [
+        build_scored(experience(f"r{n}", seed=n, level="hard"), (1.0, 0.0, 0.0)) for n in (7, 8)
+    ]
+    task = build_task(*items)
+    report = learner.apply_update(task)
+    line = format_audit_line(report, 0.0, task)
+    assert line.endswith(
+        "; experiences 1 (r7, task arithmetic/hard/7), 1 (r8, task arithmetic/hard/8)"
+    )
+    assert "\n" not in line
+    record = build_contribution_record(report, task, 0.0)
+    assert [item["task"] for item in record["experiences"]] == [
+        "arithmetic/hard/7",
+        "arithmetic/hard/8",
+    ]
+    many = build_task(*(items * MAX_LISTED_EXPERIENCES))
+    line = format_audit_line(report, 0.0, many)
+    assert line.count("task ") == MAX_LISTED_EXPERIENCES
+    assert line.endswith(f"and {MAX_LISTED_EXPERIENCES} more")
+    assert "experiences" not in format_audit_line(report, 0.0)

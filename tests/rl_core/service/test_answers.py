@@ -6,7 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.service import VOCAB, loss_request, make_engine, new_run, random_data, step_request
+from helpers.service import (
+    VOCAB,
+    bits,
+    engine_with,
+    loss_request,
+    make_engine,
+    new_run,
+    random_data,
+    step_request,
+)
 
 from rl_core.service.loss_registry import LOSSES, UNSUPPORTED_LOSSES
 from rl_core.service.requests import Datum
@@ -33,6 +42,8 @@ def build_data(name, seed=0, rows=4):
             "mask": mask,
             "ref_logprobs": -np.ones(size, np.float32),
             "preferred": np.array([index % 2]),
+            "sampler_top_tokens": rng.integers(0, VOCAB, (size, 3)),
+            "sampler_top_logprobs": np.log(rng.dirichlet(np.ones(4), size)[:, :3]).astype("f4"),
         }
         inputs = {**datum.inputs, **extra}
         data.append(
@@ -233,3 +244,21 @@ def test_the_page_names_every_loss_input_option_and_default():
             assert re.search(rf"`{option}` \({declared.default:g}[;)]", rows[name]), (name, option)
         assert all(f"`{input_name}`" in page for input_name in loss.inputs)
     assert all(f"`{name}`" in page for name in UNSUPPORTED_LOSSES)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_weights_of_some_datums_are_1_for_the_others(base_folder, first):
+    """As in SkyRL's tests of the protocol: a datum without weights counts every token."""
+    engine = engine_with(base_folder, ["a"])
+    data = list(random_data(4, rows=3))
+    without = {"target_tokens": data[first].inputs["target_tokens"]}
+    data[first] = Datum(data[first].tokens, without)
+    (filled,) = engine.forward_backward([loss_request("a", tuple(data))])
+    assert not isinstance(filled, Exception), filled
+    gradient = bits(engine.state_dict("a")["gradient"])
+    ones = np.ones(len(data[first].tokens), np.float32)
+    data[first] = Datum(data[first].tokens, {**without, "weights": ones})
+    other = engine_with(base_folder, ["a"])
+    (explicit,) = other.forward_backward([loss_request("a", tuple(data))])
+    assert filled.metrics == explicit.metrics
+    assert gradient == bits(other.state_dict("a")["gradient"])

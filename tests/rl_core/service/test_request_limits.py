@@ -30,6 +30,12 @@ def build_datum(**changes):
     return Datum(tokens, {name: value for name, value in inputs.items() if value is not None})
 
 
+def build_thresholds(low):
+    zeros = np.zeros(4, np.float32)
+    thresholds = {} if low is None else {"clip_low_threshold": np.full(4, low)}
+    return build_datum(weights=None, logprobs=zeros, advantages=zeros, **thresholds)
+
+
 def build_policy_datum(**changes):
     defaults = {
         "weights": None,
@@ -120,7 +126,7 @@ CASES = {
         "ppo needs 'logprobs'",
     ),
     "an optional input for some": (
-        lambda: loss_request("r", (build_datum(), build_datum(weights=None))),
+        lambda: loss_request("r", (build_thresholds(0.9), build_thresholds(None)), "ppo"),
         "in all datums or in none",
     ),
     "an unknown loss": (
@@ -128,7 +134,7 @@ CASES = {
         "did you mean 'cross_entropy'",
     ),
     "a refused loss": (
-        lambda: loss_request("r", (build_datum(),), "stable_reinforce"),
+        lambda: loss_request("r", (build_datum(),), "custom"),
         "is not supported",
     ),
     "an unknown option": (
