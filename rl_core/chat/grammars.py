@@ -171,8 +171,9 @@ class GrammarCompiler:
 
         size = max(self._tokenizer.get_vocab().values()) + 1
         ends = [token for token in self._end_ids if token < size]
+        tokenizer: Any = self._tokenizer
         try:
-            return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=size, eos_token=ends)
+            return llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
         except Exception as error:  # a Python tokenizer, or one that the package cannot read
             raise ChatRequestError(
                 f"{param}: answers of this tokenizer ({type(self._tokenizer).__name__}) cannot be restricted: "
