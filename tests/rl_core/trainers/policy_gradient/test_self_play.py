@@ -19,7 +19,7 @@ from helpers.two_player import SAMPLING, build_policy, build_policy_settings, bu
 from rl_core.environments.kuhn_poker import KuhnPoker
 from rl_core.environments.mixture import MixtureEnvironment
 from rl_core.errors import CheckpointError, SettingsError
-from rl_core.losses.role_baseline import role_advantages
+from rl_core.losses.advantages import role_advantages
 from rl_core.settings import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
