@@ -63,6 +63,7 @@ DEFAULT_PANELS = (
     PanelKind("Length", "sampled tokens", ("train/action_tokens",)),
     PanelKind("Success, held out", "share of episodes", ("eval/success_rate",), is_share=True),
     PanelKind("Reward, held out", "mean", ("eval/reward_mean", "eval/episode_return")),
+    PanelKind("Exploitability", "per game", ("eval/exploitability",)),
     PanelKind("Loss", "training", ("train/loss",)),
     PanelKind("Loss, held out", "", ("eval/loss",)),
     PanelKind("Accuracy", "training", ("train/accuracy",), is_share=True),

@@ -152,6 +152,7 @@ TRAINING_PANELS = (
     ("Loss", "loss", ("train/loss", "policy/loss")),
     ("Held-out loss", "loss", ("eval/loss",)),
     ("Held-out accuracy", "share of pairs or tokens", ("eval/accuracy",)),
+    ("Exploitability", "per game, 0 = equilibrium", ("eval/exploitability",)),
     ("KL to the starting policy", "nats per token", ("policy/ref_kl",)),
     ("KL of one update", "nats per token", ("policy/update_kl",)),
     ("Entropy", "nats per token", ("policy/entropy",)),
@@ -162,8 +163,10 @@ TRAINING_PANELS = (
 SHARE_PANELS = frozenset({"Success", "Held-out accuracy"})  # drawn on the full scale from 0 to 1
 LEVEL_PREFIX, COMPONENT_PREFIX = "train/success_rate_by_level/", "reward/weighted/"
 ENVIRONMENT_PREFIX = "train/success_rate_by_environment/"
+OPPONENT_PREFIX = "eval/payoff_against/"  # of self-play
 DRAWN_PREFIXES = (
     ENVIRONMENT_PREFIX,
+    OPPONENT_PREFIX,
     LEVEL_PREFIX,
     COMPONENT_PREFIX,
 )  # metrics drawn together in one panel
@@ -196,6 +199,7 @@ def draw_training_run(
         (title, unit, found)
         for title, unit, prefix, least in (
             ("Success by environment", "share of rollouts", ENVIRONMENT_PREFIX, 2),
+            ("Payoff by opponent", "per game, held out", OPPONENT_PREFIX, 1),
             ("Success by level", "share of rollouts", LEVEL_PREFIX, 1),
             ("Reward by component", "what each adds, mean", COMPONENT_PREFIX, 2),
         )

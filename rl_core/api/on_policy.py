@@ -241,10 +241,7 @@ def policy_gradient(
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
-        server_log=folder / SERVER_LOG if folder is not None else None,
-        opponents_folder=(
-            folder / CHECKPOINTS_FOLDER / OPPONENTS_FOLDER if folder is not None else None
-        ),
+        **_list_run_paths(folder),
     )
     return build_training(
         settings.algorithm,
@@ -321,6 +318,16 @@ def distill(
         environment=_describe_environment(environment),
         prompts=prompts_digest,
     )
+
+
+def _list_run_paths(folder: Path | None) -> dict[str, Path]:
+    """List where a server's log and the opponents of self-play go; {} without an output folder."""
+    if folder is None:
+        return {}
+    return {
+        "server_log": folder / SERVER_LOG,
+        "opponents_folder": folder / CHECKPOINTS_FOLDER / OPPONENTS_FOLDER,
+    }
 
 
 def _describe_environment(environment: Environment) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from rl_core.environments.kuhn_strategies import (
     measure_exploitability,
 )
 from rl_core.environments.two_player import (
-    Decision,
+    GameDecision,
     GameOutcome,
     SeatEpisode,
     TwoPlayerEnvironment,
@@ -159,7 +159,7 @@ class KuhnPoker(TwoPlayerEnvironment):
         calls = card == "Q" and game.history.endswith("b") and rng.random() < 0.5
         return "bet" if card == "K" or calls else "pass"
 
-    def list_decisions(self) -> Sequence[Decision]:
+    def list_decisions(self) -> Sequence[GameDecision]:
         """List the 12 information sets: three cards for each of four histories."""
         return [_build_decision(card, history) for history in HISTORIES for card in CARDS]
 
@@ -179,12 +179,12 @@ class KuhnPoker(TwoPlayerEnvironment):
         }
 
 
-def _build_decision(card: str, history: str) -> Decision:
+def _build_decision(card: str, history: str) -> GameDecision:
     player = find_player(history)
     moves = tuple(MOVES)
     if history == "pb":  # the first player, who passed and was bet at
         opening = build_messages(card, "", player, is_first=True)
         answer = build_messages(card, history, player, is_first=False)
-        return Decision(f"{card}:{history}", tuple(opening), (("pass", tuple(answer)),), moves)
+        return GameDecision(f"{card}:{history}", tuple(opening), (("pass", tuple(answer)),), moves)
     opening = build_messages(card, history, player, is_first=True)
-    return Decision(f"{card}:{history}", tuple(opening), (), moves)
+    return GameDecision(f"{card}:{history}", tuple(opening), (), moves)

@@ -100,7 +100,7 @@ class TwoPlayerEnvironment(Environment):
         """Return the policy's player in the episode of a seed."""
         return seed % NUM_PLAYERS
 
-    def list_decisions(self) -> Sequence[Decision]:
+    def list_decisions(self) -> Sequence[GameDecision]:
         """List all situations in which a player may have to move, if they can be enumerated; () = they cannot."""
         return ()
 
@@ -116,7 +116,7 @@ class TwoPlayerEnvironment(Environment):
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class GameDecision:
     """A situation in which a player moves, as it sees the game, and its legal moves."""
 
     key: str

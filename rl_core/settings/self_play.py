@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
-
-if TYPE_CHECKING:
-    from rl_core.settings.policy import PolicySettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +76,11 @@ class RoleBaselineSettings(Settings):
     )
 
 
-def check_self_play(settings: PolicySettings) -> None:
+def check_self_play(settings: Any) -> None:
     """Refuse role baselines that would not be used, and self-play that could not play both seats in this process.
 
+    Args:
+        settings: `PolicySettings`.
     Raises: SettingsError naming the setting.
     """
     if settings.role_baseline is not None:

@@ -100,6 +100,12 @@ def format_row(name, rows):
         format_cell([row["before"]["eval/exploitability"] for row in rows]),
         format_cell([row["after"]["eval/exploitability"] for row in rows]),
         format_cell([row["mean"] for row in rows]),
+        format_cell(
+            [
+                row["after"]["eval/exploitability"] - row["before"]["eval/exploitability"]
+                for row in rows
+            ]
+        ),
         ", ".join(f"{row['after']['eval/exploitability']:.3f}" for row in rows),
         format_cell([metrics["eval/game_value"] for metrics in after]),
         format_cell([metrics["eval/payoff_against/random"] for metrics in after], 2),
@@ -125,11 +131,20 @@ def main():
             options.output.write_text(json.dumps(rows))
             curve = ", ".join(f"{value:.3f}" for value in rows[-1]["curve"])
             print(f"{name}, seed {seed}: {curve} ({rows[-1]['seconds']:.0f} s)", flush=True)
-    print(
-        "| arm | exploitability before [95%] | last [95%] | mean of the last half [95%] | last, each seed | game value "
-        "| payoff against random | payoff against the first | seconds |"
+    columns = (
+        "arm",
+        "exploitability before [95%]",
+        "last [95%]",
+        "mean of the last half [95%]",
+        "change [95%]",
+        "last, each seed",
+        "game value",
+        "payoff against random",
+        "payoff against the first",
+        "seconds",
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(columns)} |")
+    print("|---" * len(columns) + "|")
     for name in options.arms:
         print(format_row(name, [row for row in rows if row["arm"] == name]))
 

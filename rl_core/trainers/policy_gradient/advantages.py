@@ -11,9 +11,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages, vtrace
+from rl_core.losses.advantages import (
+    GroupMethod,
+    batch_advantages,
+    gae,
+    group_advantages,
+    role_advantages,
+    vtrace,
+)
 from rl_core.losses.masking import fill_masked
-from rl_core.losses.role_baseline import role_advantages
 from rl_core.settings import Algorithm, PolicySettings, RoleBaselineSettings
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 

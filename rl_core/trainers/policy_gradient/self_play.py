@@ -25,7 +25,7 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailureMonitor
 from rl_core.environments.two_player import (
     NUM_PLAYERS,
-    Decision,
+    GameDecision,
     check_two_player_environment,
 )
 from rl_core.inference.sampling import RolloutBackend
@@ -81,6 +81,7 @@ class SelfPlay:
         self._policy_settings = settings
         self._model, self._backend, self._renderer = model, backend, renderer
         self._seed, self._levels, self._pad_id = seed, list(levels), pad_id
+        self.metrics: dict[str, float] = {}  # of the games of the newest iteration
         self.pool = OpponentPool(
             model,
             self.settings,
@@ -104,8 +105,8 @@ class SelfPlay:
         seed: int,
         policy_version: int,
         failures: EpisodeFailureMonitor,
-    ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """Play every request from both seats; return two groups per request, of player 0 and of player 1, and metrics.
+    ) -> list[RolloutGroup]:
+        """Play every request from both seats; return two groups per request, of player 0 and of player 1.
 
         A rollout without a move of its player, because the other one lost at once by an illegal move, is left out.
         Raises: EnvironmentFault if too many games failed.
@@ -123,7 +124,9 @@ class SelfPlay:
             for player in range(NUM_PLAYERS):
                 rollouts = [game.rollouts[player] for game in games if player in game.rollouts]
                 groups.append(RolloutGroup(rollouts))
-        return groups, self._compute_metrics(result, iteration, num_rollouts - len(failed.episodes))
+        num_expected = num_rollouts - len(failed.episodes)
+        self.metrics = self._compute_metrics(result, iteration, num_expected)
+        return groups
 
     def _choose_opponents(self, iteration: int, count: int) -> list[str]:
         """Choose the opponent of each request."""
@@ -317,7 +320,7 @@ def compute_match_metrics(games: Sequence[PlayedGame], label: str) -> dict[str, 
 def compute_move_probabilities(
     model: PreTrainedModel,
     renderer: Renderer,
-    decisions: Sequence[Decision],
+    decisions: Sequence[GameDecision],
     *,
     temperature: float,
     pad_id: int,

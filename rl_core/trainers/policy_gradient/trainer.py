@@ -144,17 +144,13 @@ class PolicyGradientTrainer(RolloutTrainer):
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and returns `eval/...` metrics; None = `evaluate` returns none.
             record: called with every iteration's number and scored rollouts.
-            process_group: the processes that train this model. Each plays a share of the episodes; rank 0 scores them
-                all.
-            teacher: of a distillation (`DistilledPolicySettings`): determines each token's advantage; rewards are only
-                measured.
-            custom_functions: the user's loss and advantage estimator, by setting name; None = import those in the
-                settings.
+            process_group: the processes that train this model; each plays a share of the episodes, rank 0 scores all.
+            teacher: of a distillation: determines each token's advantage; rewards are only measured.
+            custom_functions: the user's loss and advantage estimator, by setting name; None = those in the settings.
             opponents_folder: of the policy's past versions in self-play; None = in memory and in checkpoints.
-        Raises: SettingsError for a level or watched tool that the environment lacks, an environment without two players
-            in self-play, a KL term without a reference, or
-            a router's loss for a model without a router; DataError for a renderer without padding token if pad_id is
-            None.
+        Raises: SettingsError for a level or watched tool that the environment lacks, self-play without two players, a
+            KL term without a reference, or a router's loss for a model without a router; DataError for a renderer
+            without padding token if pad_id is None.
         """
         settings = build_settings(settings, PolicySettings)
         check_models(settings, model, reference_model, teacher)
@@ -200,23 +196,26 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._scorer = GroupScorer(
             rewards, model, settings, self.pad_id, self.optimizer_step, process_group
         )
-        self._self_play: SelfPlay | None = None
-        if settings.self_play is not None:
-            self._self_play = SelfPlay(
-                model,
-                backend,
-                renderer,
-                environment,
-                settings,
-                seed,
-                levels=levels,
-                pad_id=self.pad_id,
-                folder=opponents_folder,
-            )
-        self._self_play_metrics: dict[str, float] = {}  # of the current iteration's games
+        self._self_play = self._build_self_play(opponents_folder)
         self._snapshots = self._build_snapshots()
         self._numerics = NumericsGate(
             model, backend, settings, self.optimizer_step, self._build_snapshots()
+        )
+
+    def _build_self_play(self, folder: Path | None) -> SelfPlay | None:
+        """Build the opponents of self-play; None = an episode has one player."""
+        if self.settings.self_play is None:
+            return None
+        return SelfPlay(
+            self.policy,
+            self.backend,
+            self.renderer,
+            self.environment,
+            self.settings,
+            self.seed,
+            levels=self.levels,
+            pad_id=self.pad_id,
+            folder=folder,
         )
 
     def _build_snapshots(self) -> StageSnapshots:
@@ -263,7 +262,8 @@ class PolicyGradientTrainer(RolloutTrainer):
             visual_tools=self._visual_tools,
             environments=self._list_mixed_environments(),
         )
-        metrics |= self._self_play_metrics
+        if self._self_play is not None:
+            metrics |= self._self_play.metrics
         rollouts = [rollout for group in played_groups for rollout in group.rollouts]
         self._record_rollouts(rollouts)
         if self.server is not None:
@@ -449,7 +449,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         purpose: tuple[str | int, ...] = ("rollouts", self.iteration)
         if self._self_play is not None:
             self.failures.iteration = self.iteration
-            groups, self._self_play_metrics = self._self_play.play_iteration(
+            groups = self._self_play.play_iteration(
                 self.iteration,
                 self._draw_episodes(rng, count // NUM_PLAYERS),
                 group_size=settings.group_size,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.role_baseline import role_advantages
+from rl_core.losses.advantages import role_advantages
 
 
 def test_by_hand_with_both_signs():

@@ -134,7 +134,9 @@ def test_many_saves_in_one_iteration_forget_no_checkpoint(tmp_path: Path) -> Non
     for _ in range(9):
         pool.state_dict(3)
     pool.take_snapshot_when_due(4)
-    build_pool(nano(), tmp_path).load_state_dict(state)
+    other = build_pool(nano(), tmp_path)
+    other.load_state_dict(state)  # verifies the files
+    assert list_iterations(other) == [1] and "snapshot-00000001.safetensors" in list_files(tmp_path)
 
 
 @pytest.mark.parametrize("on_disk", [True, False])

@@ -19,7 +19,7 @@ from helpers.two_player import SAMPLING, build_policy, build_policy_settings, bu
 from rl_core.environments.kuhn_poker import KuhnPoker
 from rl_core.environments.mixture import MixtureEnvironment
 from rl_core.errors import CheckpointError, SettingsError
-from rl_core.losses.role_baseline import role_advantages
+from rl_core.losses.advantages import role_advantages
 from rl_core.settings import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
@@ -316,12 +316,8 @@ def test_what_is_not_supported_is_refused_with_a_reason(values, message: str) ->
 
 
 def test_environments_without_two_players_are_refused() -> None:
-    with pytest.raises(
-        SettingsError, match="'few_letters' is not a two-player game; use kuhn_poker"
-    ):
-        environment = FewLetters()
-        type(environment).name = "few_letters"
-        build_trainer(environment=environment)
+    with pytest.raises(SettingsError, match="'letters' is not a two-player game; use kuhn_poker"):
+        build_trainer(environment=FewLetters())
     with pytest.raises(SettingsError, match="not supported in a mixture"):
         build_trainer(environment=MixtureEnvironment({"a": KuhnPoker(), "b": KuhnPoker()}))
 
