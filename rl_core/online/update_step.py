@@ -79,8 +79,7 @@ def compute_request_advantages(
     """Return advantages and errors (reward minus baseline) of one request's rollouts; 0 for unknown rewards.
 
     Two or more known rollouts are compared with each other (`group_advantages`), a single one with the running mean of
-    its
-    environment and level.
+    its environment and level.
     """
     advantages_R, errors_R = np.zeros(len(rewards_R)), np.zeros(len(rewards_R))
     known = np.flatnonzero(is_known_R)
@@ -372,9 +371,7 @@ class GuardedLearner:
         report.is_lower_bound = any(not old.is_exact for old in update.old_distributions)
         if not update.rows:
             return self.refuse_update(report, "empty")
-        if not any(
-            update.advantages
-        ):  # a step would follow only the KL and the optimizer's momentum
+        if not any(update.advantages):  # a step would follow only KL and momentum
             return self.refuse_update(report, "null")
         # With dropout each row is its own micro-batch: no second row fits into one token.
         max_tokens = self.settings.micro_batch_tokens if update.mask_seeds is None else 1
@@ -452,9 +449,8 @@ class GuardedLearner:
         """Load a state; inverse of `state_dict`. Load the model's weights first."""
         self.optimizer_step.load_state_dict(state["optimizer_step"])
         self.num_taken = int(state["taken"])
-        # A fixed coefficient is the settings', whatever an earlier, adaptive service had reached.
-        is_fixed = self.settings.kl_control == "fixed"
-        self.kl_coef = self.settings.kl_coef if is_fixed else float(state["kl_coef"])
+        if self.settings.kl_control == "adaptive":  # else it is the settings'
+            self.kl_coef = float(state["kl_coef"])
         counts = {reason: int(count) for reason, count in state["refused"].items()}
         self.refused = {**dict.fromkeys(self.refused, 0), **counts}  # earlier releases: no null
         self.refused_in_row = int(state["refused_in_row"])

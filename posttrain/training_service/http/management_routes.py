@@ -42,8 +42,8 @@ from posttrain.training_service.store import (
 from posttrain.training_service.store.overview import compute_kind_stats
 from posttrain.training_service.wire.codec import EvaluateBody
 from posttrain.training_service.wire.request_bodies import (
+    ReferenceScoreBody,
     RequestBody,
-    ScoreBody,
     parse_request_body,
 )
 from posttrain.web.errors import HTTPError
@@ -226,7 +226,7 @@ def add_reference_routes(router: APIRouter, server: ServiceServer) -> None:
     @router.post(
         "/references/{name}/scores",
         status_code=202,
-        openapi_extra=_describe_request_body(ScoreBody),
+        openapi_extra=_describe_request_body(ReferenceScoreBody),
     )
     async def scores(request: Request, name: str) -> AcceptedScores:
         """Queue the log-probabilities (reference model) or scores (reward model) of token rows."""
@@ -235,7 +235,7 @@ def add_reference_routes(router: APIRouter, server: ServiceServer) -> None:
             advice = suggest_name(name, kinds) if kinds else "the service's settings name none"
             raise HTTPError(404, f"references: there is no model '{name[:200]}' here; {advice}")
         payload = await read_full_payload(server, request)
-        body = parse_request_body(ScoreBody, payload)
+        body = parse_request_body(ReferenceScoreBody, payload)
         scores_id = body.scores_id or f"s-{secrets.token_hex(12)}"
         # The model is part of the payload's identity: a repeated id means the same rows and model.
         seq = _hash_request_id(f"{name}\n{scores_id}")

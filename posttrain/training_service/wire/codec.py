@@ -46,13 +46,13 @@ from posttrain.training_service.wire.request_bodies import (
     OptimizerFamily,
     OptimStepBody,
     PromptBody,
+    ReferenceScoreBody,
     RequestBody,
     SampleBody,
     SamplingBody,
     SaveExternalBody,
     SaveForSamplerBody,
     SaveWeightsBody,
-    ScoreBody,
     TensorBody,
     Text,
     TextList,
@@ -142,7 +142,7 @@ class EvaluateBody(RequestBody):
 
 
 def _decode_scores(payload: bytes, facts: Facts, target: str) -> ScoreRequest:
-    body = parse_request_body(ScoreBody, payload)
+    body = parse_request_body(ReferenceScoreBody, payload)
     rows = tuple(np.array(row, dtype=np.int64) for row in body.rows)
     return ScoreRequest(model=str(facts["model"]), rows=rows, temperature=body.temperature)
 

@@ -396,7 +396,7 @@ class SetTtl(RequestBody):
     ttl_seconds: Ttl | None = None
 
 
-class ScoreBody(RequestBody):
+class ReferenceScoreBody(RequestBody):
     """Rows that a reference model or a reward model scores."""
 
     model_config = ConfigDict(extra="forbid")

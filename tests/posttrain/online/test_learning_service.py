@@ -350,7 +350,7 @@ def test_report_and_live_page(folder, tmp_path):
         and "&lt;b&gt;r&lt;/b&gt;" in text
         and "<script" not in text
     )
-    assert "kl: 1" in text and text.count("<svg") == 4
+    assert "kl: 1" in text and text.count("<svg") == 5
     assert find_newest_online_service(tmp_path) == folder.path
     blocks = {block["id"]: block for block in build_online_tab(tmp_path)}
     assert blocks["online-events"]["rows"] and len(blocks["online-charts"]["charts"]) == 4
