@@ -207,6 +207,28 @@ def test_a_player_at_its_limit_loses(policy, room, max_turns, reason, stop_reaso
         assert (game.rollouts[1].reward, game.rollouts[1].is_truncated) == (2.0, False)
 
 
+def test_an_action_is_cut_to_the_tokens_that_its_player_has_left(policy) -> None:
+    """K passes, is bet at, and has one token for its answer: the first of `bet`, whose game is lost."""
+    renderer = policy.renderer
+    seen = renderer.observation_ids([{"role": "user", "content": "they bet"}])
+    tokens = len(renderer.action_ids("pass")) + len(seen) + 1
+
+    def choose(weights: str, text: str) -> str:
+        return "pass" if "first" in text and "they" not in text else "bet"
+
+    result, _ = play(
+        policy,
+        choose,
+        [plan(find_seed("K", "J"), "current", "current")],
+        sampling=SamplingSettings(max_completion_tokens=tokens, max_turns=4),
+    )
+    (game,) = result.games
+    rollout = game.rollouts[0]
+    assert "no complete move" in game.outcome.reason and rollout.reward == -2.0
+    assert rollout.completion_ids[-1] == renderer.action_ids("bet")[0]
+    assert len(rollout.completion_ids) == tokens and rollout.is_truncated
+
+
 def test_a_prompt_without_room_is_refused(policy) -> None:
     with pytest.raises(DataError, match="leaves no room in a context of 5"):
         play(policy, lambda *_: "bet", [plan(0, "current", "current")], max_length=5)
