@@ -241,7 +241,8 @@ def policy_gradient(
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
-        **_list_run_paths(folder),
+        server_log=folder / SERVER_LOG if folder is not None else None,
+        opponents_folder=_resolve_opponents_folder(folder),
     )
     return build_training(
         settings.algorithm,
@@ -320,14 +321,9 @@ def distill(
     )
 
 
-def _list_run_paths(folder: Path | None) -> dict[str, Path]:
-    """List where a server's log and the opponents of self-play go; {} without an output folder."""
-    if folder is None:
-        return {}
-    return {
-        "server_log": folder / SERVER_LOG,
-        "opponents_folder": folder / CHECKPOINTS_FOLDER / OPPONENTS_FOLDER,
-    }
+def _resolve_opponents_folder(folder: Path | None) -> Path | None:
+    """Return where the past versions of self-play go; None without an output folder."""
+    return None if folder is None else folder / CHECKPOINTS_FOLDER / OPPONENTS_FOLDER
 
 
 def _describe_environment(environment: Environment) -> dict[str, Any]:
