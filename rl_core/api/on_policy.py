@@ -203,8 +203,7 @@ def policy_gradient(
         reward: a function that takes a list of `Trajectory`, and columns of the rows by name, and returns one number
             for each (a TRL reward function works unchanged); a component's name; several; or a mapping from them to
             weights. It replaces the environment's reward, the component "task". None = it, or `settings.rewards`.
-        loss: your policy loss, which replaces the algorithm's: a function of tensors or its import path (see
-            docs/bring-your-own.md); bind its options with `functools.partial`.
+        loss: your policy loss, which replaces the algorithm's: a function or its import path (bring-your-own.md).
         advantages: your advantage estimator, which replaces the comparison of rewards; likewise.
         settings: every option of the algorithm, of the optimizer and of the loop.
         heldout_prompts: rows for validation (`settings.eval_every`); an environment has its own held-out episodes.
