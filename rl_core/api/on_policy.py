@@ -320,7 +320,7 @@ def distill(
     )
 
 
-def _list_run_paths(folder: Path | None) -> dict[str, Path]:
+def _list_run_paths(folder: Path | None) -> dict[str, Any]:
     """List where a server's log and the opponents of self-play go; {} without an output folder."""
     if folder is None:
         return {}

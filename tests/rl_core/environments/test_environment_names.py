@@ -62,6 +62,7 @@ def test_shipped_names():
     assert make_environment("arithmetic", {"max_number": 9}).max_number == 9
     assert make_environment("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
     builtin = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k", "prompts", "instructions"}
+    builtin |= {"kuhn_poker"}
     builtin |= {"agent", "mixture"}
     hubs = {"gymnasium", "reasoning_gym", "verifiers", "textarena", "openenv", "nemo_gym", "harbor"}
     assert set(SHIPPED_ENVIRONMENTS) == builtin | hubs

@@ -64,7 +64,12 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
     ]
     no_code = SimpleNamespace(advantages=None)  # a user-defined function without advantages
     buffer = RolloutBuffer(
-        SimpleNamespace(device=torch.device("cpu"), teacher=None, custom_functions=no_code),
+        SimpleNamespace(
+            device=torch.device("cpu"),
+            teacher=None,
+            custom_functions=no_code,
+            role_baselines=None,
+        ),
         settings,
         groups,
     )

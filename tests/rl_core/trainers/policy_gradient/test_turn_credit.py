@@ -110,7 +110,12 @@ def estimate(groups, kl_reward_coef=0.0, ref=None, **options):
     )
     no_code = SimpleNamespace(advantages=None)
     buffer = RolloutBuffer(
-        SimpleNamespace(device=torch.device("cpu"), teacher=None, custom_functions=no_code),
+        SimpleNamespace(
+            device=torch.device("cpu"),
+            teacher=None,
+            custom_functions=no_code,
+            role_baselines=None,
+        ),
         settings,
         groups,
     )
