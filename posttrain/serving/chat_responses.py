@@ -96,7 +96,7 @@ def build_session_records(
 
 
 class AnswerFormatter(Protocol):
-    """What a stream needs to know about its answers."""
+    """Parser and token counter of a stream's answers."""
 
     def parse_answer(self, sequence: AnswerSequence) -> ParsedAnswer:
         """Parse the answer of a sequence that has ended."""

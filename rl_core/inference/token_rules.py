@@ -42,7 +42,7 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TokenRules:
-    """What one request demands of its tokens.
+    """Restrictions of one request on its tokens.
 
     Penalties change the logit z of token j, sampled c times before in this answer, to z - c * frequency_penalty -
     (c > 0) * presence_penalty.

@@ -190,7 +190,7 @@ class _SeatView(Episode):
 
 
 class _SeatEnvironment:
-    """What `EpisodeSequence` needs of an environment, for one player's view."""
+    """Environment of one player's `EpisodeSequence`."""
 
     def __init__(self, environment: Environment, player: int) -> None:
         self.name, self.knows_success, self._player = environment.name, True, player

@@ -178,7 +178,7 @@ class SamplerRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSequence:
-    """What a sample recorded about one of its sequences."""
+    """Distributions that a sample recorded for one of its sequences."""
 
     sequence_id: str
     session_id: str

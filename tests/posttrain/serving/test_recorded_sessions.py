@@ -242,6 +242,7 @@ def test_an_abandoned_stream_ends_its_call(recording):
     record = recording.server.recorded.find_session(session["id"]).record
     wait_for(lambda: not record._in_flight, "the end of the call")
     wait_for(lambda: recording.state.active == 0, "the slot")
+    assert score(recording, session, status=409)["error"]["code"] == "session_empty"
 
 
 def test_episodes_are_demonstrations_with_exact_tokens(recording, tmp_path):
