@@ -264,9 +264,10 @@ def measure_rates(model: LlamaForCausalLM, *, in_bf16: bool) -> tuple[float, flo
         time_calls(lambda: layer_kernels.compute_linear(x, [weight], in_bf16=in_bf16), 3)
         for _ in range(3)
     )
-    block = torch.ones(2**27)
-    read = min(time_calls(block.sum, 3) for _ in range(2))
-    return 2.0 * x.numel() * len(weight) / seconds, 4.0 * block.numel() / read
+    block, other = torch.ones(2**26), torch.ones(2**26)
+    rates = [4.0 * block.numel() / min(time_calls(block.sum, 5) for _ in range(2))]
+    rates.append(8.0 * block.numel() / min(time_calls(lambda: block @ other, 5) for _ in range(2)))
+    return 2.0 * x.numel() * len(weight) / seconds, max(rates)
 
 
 def format_row(point: dict[str, Any]) -> str:
