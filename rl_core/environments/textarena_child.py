@@ -89,7 +89,7 @@ def _play_game(request: dict[str, Any]) -> dict[str, Any]:
             move = replies.pop(0)
         elif _settings["opponent"] == "random":
             rng = random.Random(f"textarena/{seed}/{num_moves}")
-            move = _choose_legal_move(game, player, chats.setdefault(player, []), text, rng)
+            move = _choose_legal_move(game, chats.setdefault(player, []), text, rng)
         else:
             chat = chats.setdefault(player, [])
             chat.append({"role": "user", "content": text})
@@ -124,7 +124,7 @@ def _play_two_players(request: dict[str, Any]) -> dict[str, Any]:
         if not moves:
             if request.get("random_seed") is not None:
                 rng = random.Random(request["random_seed"])
-                result["move"] = _choose_legal_move(game, player, chats[player], text, rng)
+                result["move"] = _choose_legal_move(game, chats[player], text, rng)
             return result
         chats[player].append({"role": "user", "content": text})
         chats[player].append({"role": "assistant", "content": moves[0]})
@@ -162,7 +162,7 @@ def _render_messages(messages: Any, player: int, roles: dict[int, str]) -> str:
 
 
 def _choose_legal_move(
-    game: Any, player: int, chat: list[dict[str, str]], text: str, rng: random.Random
+    game: Any, chat: list[dict[str, str]], text: str, rng: random.Random
 ) -> str:
     """Choose a random legal move: one that the newest message lists, else one that looks like the game's examples.
 
@@ -186,22 +186,32 @@ def _choose_legal_move(
             move = _NUMBER.sub(lambda _: str(rng.randint(0, _MAX_NUMBER)), rng.choice(examples))
         else:
             break
-        if _is_legal(game, player, move):
+        if _is_legal(game, move):
             return move
     raise ValueError(
         "the random opponent finds no legal move of this game; let a function or a model play: options.opponent"
     )
 
 
-def _is_legal(game: Any, player: int, move: str) -> bool:
+def _is_legal(game: Any, move: str) -> bool:
+    """Check whether a copy of the game takes the move as a turn.
+
+    The turn may be counted for another player: a poker round that ends hands the turn to the next dealer first.
+    """
     trial = copy.deepcopy(game)
-    before = trial.state.game_info[player]["turn_count"]
+    before = _count_turns(trial)
     try:
         trial.step(action=move)
     except Exception:  # the game cannot read it
         return False
-    info = trial.state.game_info[player]
-    return bool(info["turn_count"] > before and not info["invalid_move"])
+    turns, invalid_moves = _count_turns(trial)
+    return turns > before[0] and invalid_moves == before[1]
+
+
+def _count_turns(game: Any) -> tuple[int, int]:
+    """Return the turns of all players and the number of players who lost by an invalid move."""
+    infos = game.state.game_info.values()
+    return sum(info["turn_count"] for info in infos), sum(info["invalid_move"] for info in infos)
 
 
 def _describe_value(value: Any) -> Any:

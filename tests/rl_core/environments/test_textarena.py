@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def test_moves_that_are_not_listed_are_made_up(fake: None) -> None:
     assert "[Player 0] [take 1]" in text or "[Player 0] [take 2]" in text
     with pytest.raises(EnvironmentFault, match="finds no legal move of this game; let a function"):
         build("Riddle-v0", seat=1).episode(0, "default").reset()
+
+
+def test_a_move_that_hands_the_turn_over_before_it_is_counted_is_legal(fake: None) -> None:
+    game = build("Rounds-v0").create_game(0, "default")
+    game.begin()
+    moves = 0
+    while game.outcome is None:
+        game.play(game.choose_random_move(random.Random(0)))
+        moves += 1
+    assert (moves, game.outcome.rewards) == (2, (1.0, -1.0))
 
 
 OPPONENT = """

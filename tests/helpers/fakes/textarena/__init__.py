@@ -137,6 +137,25 @@ class Nim(Game):
         return state.step()
 
 
+class Rounds(Game):
+    """Two rounds of one bid each; the end of a round hands the turn to the next dealer before it is counted."""
+
+    def reset(self, num_players, seed=None):
+        self.state = State(num_players, 2, seed)
+        self.state.reset({"round": 0}, lambda pid: "Your available actions are: '[bid]'")
+
+    def step(self, action):
+        state = self.state
+        if "[bid]" not in action:
+            state.set_invalid_move("bid.")
+            return state.step()
+        state.game_state["round"] += 1
+        state.current_player_id = 1 - state.current_player_id
+        if state.game_state["round"] == 2:
+            state.set_outcome({0: 1, 1: -1}, "Player 0 has won!")
+        return state.step()
+
+
 class Riddle(Game):
     """A game whose legal moves cannot be guessed."""
 

@@ -10,6 +10,7 @@ ENV_REGISTRY = {
         "GuessTheNumber-v0": ta.GuessTheNumber,
         "Nim-v0": ta.Nim,
         "Riddle-v0": ta.Riddle,
+        "Rounds-v0": ta.Rounds,
     }.items()
     for suffix in ("", "-raw", "-train")
 }
