@@ -534,7 +534,7 @@ def _draw_probe_figures(analysis: AnalysisData, out: Path) -> list[tuple[Path, s
         drawn.append(
             (
                 path,
-                "How far did each model move? Entropy and KL from the first, on its episodes.",
+                "How far did each model move? Entropy, and KL from the first model, on each model's own episodes.",
             )
         )
     if analysis.probes.reward_model is not None:

@@ -43,6 +43,9 @@ PAIRED_METRIC_DIRECTIONS = {
     "coherent_rate": 1,
 }
 
+# Measures that the report shows only where another exists: without a picture no tool can look at it.
+SHOWN_WITH = {"looked_rate": "rapr"}
+
 GLOSSARY = (
     (
         "Interval",

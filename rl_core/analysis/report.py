@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rl_core.analysis.comparison import ModelComparison, PairedGroup
-from rl_core.analysis.glossary import GLOSSARY, METRICS, PAIRED_METRIC_DIRECTIONS
+from rl_core.analysis.glossary import GLOSSARY, METRICS, PAIRED_METRIC_DIRECTIONS, SHOWN_WITH
 from rl_core.analysis.report_html import (
     MISSING,
     classify_difference,
@@ -83,7 +83,7 @@ def render_overview_table(analysis: AnalysisData) -> str:
                 ),
             ]
             for name, label, form in (*METRICS, *_list_custom_metrics(models[0]))
-            if any(name in row for row in metrics)
+            if any(SHOWN_WITH.get(name, name) in row for row in metrics)
         ),
     ]
     head = [

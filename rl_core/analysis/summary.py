@@ -270,7 +270,7 @@ class TrajectorySummary:
         return self._counts["trajectories"]
 
     def add_trajectory(self, trajectory: Trajectory) -> dict[str, float | None]:
-        """Add one trajectory; returns its measures by the names of `glossary.DIRECTIONS`, None = it has none."""
+        """Add one trajectory; return its measures by the names of PAIRED_METRIC_DIRECTIONS, None = it has none."""
         counts, turns = self._counts, trajectory.turns
         calls = [turn for turn in turns if turn.tool_call is not None]
         errors = sum(turn.is_error for turn in turns)

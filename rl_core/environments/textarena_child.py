@@ -161,9 +161,7 @@ def _render_messages(messages: Any, player: int, roles: dict[int, str]) -> str:
     return "\n".join(lines)
 
 
-def _choose_legal_move(
-    game: Any, chat: list[dict[str, str]], text: str, rng: random.Random
-) -> str:
+def _choose_legal_move(game: Any, chat: list[dict[str, str]], text: str, rng: random.Random) -> str:
     """Choose a random legal move: one that the newest message lists, else one that looks like the game's examples.
 
     Every candidate is tried on a copy of the game. Raises: ValueError if none is legal.

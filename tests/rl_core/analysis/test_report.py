@@ -166,6 +166,15 @@ def test_one_model_has_no_differences(tmp_path):
     )
 
 
+@pytest.mark.parametrize("image_tools", [(), ("zoom",)])
+def test_looking_is_shown_where_a_tool_can_show_a_picture(tmp_path, image_tools):
+    write_trajectories(tmp_path / "a.jsonl", [trajectory(seed, seed > 2) for seed in range(5)])
+    text = analyze(
+        {"only": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS, image_tools=image_tools
+    ).report.read_text()
+    assert ("Looked with a tool before answering</td>" in text) == bool(image_tools)
+
+
 @pytest.mark.slow
 def test_two_thousand_episodes_of_eight_models_fit_into_five_megabytes(tmp_path):
     names = [f"model {number}" for number in range(8)]
