@@ -462,10 +462,9 @@ def build_coming_from_page() -> str:
 
 
 def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> str:
-    """Build two tables and a list: names of the same meaning, of another meaning, and without an equivalent."""
+    """Build two tables: names of the same meaning and of another meaning. Those without equivalents are left out."""
     same = [f"| {framework} | here |", "|---|---|"]
     different = [f"| {framework} | here | difference |", "|---|---|---|"]
-    missing = []
     for row in aliases:
         names = ", ".join(f"`{name}`" for name in row.names)
         if row.trainers:
@@ -473,8 +472,8 @@ def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> st
         paths = [path.removeprefix("stages.") for path in row.resolve_paths(None)]
         here = ", ".join(f"`{path.removeprefix('<stage>.')}`" for path in paths)
         if not here:
-            missing.append(f"- {names}: {row.difference}")
-        elif row.difference == "same":
+            continue
+        if row.difference == "same":
             same.append(_format_row((names, here)))
         else:
             different.append(_format_row((names, here, row.difference)))
@@ -484,8 +483,6 @@ def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> st
             "\n".join(same),
             f"### {framework}: different",
             "\n".join(different),
-            f"### {framework}: no equivalent",
-            "\n".join(missing),
         )
     )
 

@@ -12,13 +12,24 @@ EXAMPLES = (
     "convert grpo.yaml --to mine.yaml",
     "convert sft.yaml --trainer sft",
     "convert ppo_trainer.yaml",
+    "convert --names gradient",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument(
-        "file", metavar="FILE", help="YAML or JSON: names of a TRL config class, or verl's blocks"
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="YAML or JSON: names of a TRL config class, or verl's blocks",
+    )
+    parser.add_argument(
+        "--names",
+        metavar="PART",
+        nargs="?",
+        const="",
+        help="print the equivalents of all names of TRL and verl that contain PART, also of those that have none",
     )
     parser.add_argument(
         "--trainer",
@@ -31,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace) -> int:
-    """Convert a configuration of TRL or verl; print or write it."""
+    """Convert a configuration of TRL or verl; print or write it. With `--names`, print equivalents of names."""
+    if (arguments.names is None) == (arguments.file is None):
+        raise SettingsError("convert: name a FILE, or look names up with --names PART")
+    if arguments.names is not None:
+        return _print_names(arguments.names)
     from rl_core.storage.atomic_files import create_file_once
     from tasks.config.convert import convert_config
     from tasks.config.yaml_loader import read_yaml
@@ -43,4 +58,24 @@ def run_command(arguments: argparse.Namespace) -> int:
     if not create_file_once(arguments.to, text):
         raise SettingsError(f"{arguments.to}: exists already; name a new file")
     print(f"{arguments.to}: written; check it: posttrain validate {arguments.to}")
+    return 0
+
+
+def _print_names(part: str) -> int:
+    from rl_core.settings.framework_aliases import list_trl_aliases, list_verl_aliases
+
+    frameworks = {"TRL": list_trl_aliases(), "verl": list_verl_aliases()}
+    is_known = False
+    for framework, aliases in frameworks.items():
+        for alias in aliases:
+            names = [name for name in alias.names if part.lower() in name.lower()]
+            if not names:
+                continue
+            is_known = True
+            trainers = f" ({', '.join(alias.trainers)})" if alias.trainers else ""
+            paths = ", ".join(alias.resolve_paths(None)) or "no equivalent"
+            difference = "" if alias.difference == "same" else f": {alias.difference}"
+            print(f"{framework} {', '.join(names)}{trainers} -> {paths}{difference}")
+    if not is_known:
+        raise SettingsError(f"convert --names: no name of TRL or verl contains '{part}'")
     return 0

@@ -129,7 +129,7 @@ def explain_framework_name(name: str, stage: str | None = None, *, omitted_prefi
         if paths:
             sentences.append(f"{subject} is {' and '.join(paths)} here ({row.difference})")
         else:
-            sentences.append(f"{subject} has no equal here: {row.difference}")
+            sentences.append(f"{subject} has no equivalent here: {row.difference}")
     return "; ".join(sentences) or _explain_common_name(name, stage, omitted_prefix)
 
 
@@ -152,7 +152,7 @@ def _explain_common_name(name: str, stage: str | None, omitted_prefix: str) -> s
     paths = row["settings"].replace("STAGE", f"stages.{row_stage}").split(", ")
     paths = [path.removeprefix(omitted_prefix) for path in paths]
     if not row["settings"]:
-        return f"{name} has no equal here: {row['explanation']}"
+        return f"{name} has no equivalent here: {row['explanation']}"
     return f"{name} is {' and '.join(paths)} here ({row['explanation']})"
 
 

@@ -74,7 +74,7 @@ def path_exists(path):
         ("preference", "max_beta", "is stages.policy.kl_band.maximum here"),
         ("sft", "validation_frequency", "is stages.sft.eval_every here"),
         ("policy", "validation_frequency", "is stages.policy.eval_every here"),
-        ("policy", "loop_detection_rate", "no equal here: repeated actions are counted by"),
+        ("policy", "loop_detection_rate", "no equivalent here: repeated actions are counted by"),
         ("policy", "use_gae", "is stages.policy.algorithm and stages.policy.gae_lambda here"),
         ("network", "use_gae", "is stages.network.advantages here"),
         ("policy", "R_final", "is stages.policy.rewards here"),
@@ -165,7 +165,7 @@ def test_names_have_a_meaning_per_stage():
     assert "stages.policy.epochs" in explain_framework_name("num_iterations", "policy")
     assert "stages.policy.iterations" in explain_framework_name("max_steps", "policy")
     assert (
-        "no equal" in explain_framework_name("ignore_bias_buffers", "sft")
+        "no equivalent" in explain_framework_name("ignore_bias_buffers", "sft")
         and explain_framework_name("clip_epsilon", "policy") == ""
     )
     for stage, long_rows in (
@@ -415,3 +415,30 @@ def test_destinations_of_metrics_become_sinks(values, expected, tmp_path, monkey
     text = convert_config({**values, **rest}, "peer.yaml")
     assert load_settings(text, tmp_path).tracking.sinks == (expected or ())
     assert ("tracking.sinks" in text.partition("# Not taken over")[2]) == (expected is None)
+
+
+def test_names_are_looked_up_by_a_part(capsys):
+    assert main(["convert", "--names", "Gradient_Checkpointing"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "TRL gradient_checkpointing -> stages.<stage>.activation_checkpointing: same; off by default here, on in TRL",
+        "TRL gradient_checkpointing_kwargs -> no equivalent: checkpointing is always per layer",
+    ]
+    assert [line.split()[:2] for line in lines[2:]] == [
+        ["verl", "actor_rollout_ref.model.enable_gradient_checkpointing"]
+    ]
+    assert main(["convert", "--names"]) == 0
+    assert "TRL epsilon (GRPO, RLOO) -> stages.<stage>.clip_eps\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--names", "nosuchname"], "no name of TRL or verl contains 'nosuchname'"),
+        ([], "name a FILE, or look names up with --names PART"),
+        (["grpo.yaml", "--names", "beta"], "name a FILE, or look names up with --names PART"),
+    ],
+)
+def test_convert_needs_a_file_or_a_name_that_exists(arguments, message, capsys):
+    assert main(["convert", *arguments]) == 2
+    assert message in capsys.readouterr().err
