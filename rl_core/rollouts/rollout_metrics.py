@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections import Counter, defaultdict
@@ -14,9 +15,15 @@ from rl_core.analysis.summary import (
     extract_tool_steps,
     has_called_tool,
 )
+from rl_core.settings import SamplingSettings
 from rl_core.time_limits import count_hung_calls
 from rl_core.types import Rollout, RolloutGroup, Trajectory
 
+logger = logging.getLogger(__name__)
+
+TRUNCATED_SHARE = (
+    0.4  # of rollouts, from which limits are reported; a game of two loses one of its two players
+)
 MAX_TOOL_METRICS = 20  # most used tools, one metric each
 METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]{1,60}")  # a policy may make up any name
 
@@ -178,3 +185,37 @@ def _aggregate_values(name: str, values: Sequence[float]) -> float:
 def _compute_mean(values: Iterable[float]) -> float:
     collected = [float(value) for value in values]
     return math.fsum(collected) / len(collected) if collected else 0.0
+
+
+def describe_limits(sampling: SamplingSettings) -> str:
+    """Describe the limits that cut rollouts, with what to change."""
+    return (
+        f"raise sampling.max_completion_tokens ({sampling.max_completion_tokens}; observations count, too), "
+        f"sampling.max_turns ({sampling.max_turns}) or the model's context"
+    )
+
+
+class TruncationMonitor:
+    """A single warning when limits cut many rollouts of several iterations in a row.
+
+    Such rollouts end without an answer, so success says more about the limits than about the policy. The count is not
+    checkpointed, as it decides nothing.
+    """
+
+    def __init__(self, sampling: SamplingSettings, iterations: int = 5) -> None:
+        """Warn after this many `iterations` in a row."""
+        self._sampling, self._iterations = sampling, iterations
+        self._num_truncated = 0
+
+    def observe_iteration(self, metrics: Mapping[str, float]) -> None:
+        """Count one iteration by its `train/truncation_rate`."""
+        share = metrics.get("train/truncation_rate", 0.0)
+        self._num_truncated = self._num_truncated + 1 if share >= TRUNCATED_SHARE else 0
+        if self._num_truncated == self._iterations:
+            logger.warning(
+                "limits cut at least %.0f%% of the rollouts in each of the last %d iterations (%.0f%% in the last): %s",
+                100 * TRUNCATED_SHARE,
+                self._iterations,
+                100 * share,
+                describe_limits(self._sampling),
+            )

@@ -457,7 +457,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
 
     def _check_rollouts(self) -> None:
-        """Check that workers serve one trainer process, and stale rollouts have importance weights and no critic."""
+        """Check that workers serve one trainer, and stale rollouts have importance weights, with a critic V-trace."""
         rollouts = self.rollouts
         if rollouts.workers != "in_process" and self.launch.kind != "in_process":
             raise SettingsError(
@@ -467,10 +467,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if not rollouts.max_staleness:
             return
         stale = f"rollouts.max_staleness: {rollouts.max_staleness}"
-        if self.value_function is not None:
+        if self.value_function is not None and self.importance != "vtrace":
             raise SettingsError(
-                f"{stale} with a critic ({self.algorithm}), whose values and GAE belong to the current policy; set 0, "
-                "or use an algorithm that compares rewards, such as grpo"
+                f"{stale} with a critic ({self.algorithm}), whose values belong to the current policy; set importance: "
+                "vtrace, which corrects its targets, or use an algorithm that compares rewards, such as grpo"
             )
         if self.importance == "none":
             raise SettingsError(

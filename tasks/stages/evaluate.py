@@ -16,6 +16,7 @@ from rl_core.evaluation import Evaluation, compare
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.rollouts.heldout_episodes import draw_heldout_requests, draw_validation_requests
 from rl_core.rollouts.rollout_files import FailedEpisodeFile, build_tokens_path, write_tokens
+from rl_core.rollouts.rollout_metrics import TRUNCATED_SHARE, describe_limits
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.atomic_files import copy_file, write_json_atomic
 from rl_core.storage.faults import inject_fault
@@ -245,6 +246,13 @@ def _play_model(
     if result.success_rate is not None:
         measure = f"success {result.success_rate:.1%}"
     logger.info("%s: %s on %d held-out episodes", name, measure, len(requests))
+    if result.truncated_rate >= TRUNCATED_SHARE:
+        logger.warning(
+            "limits cut %.0f%% of the episodes of %s: %s",
+            100 * result.truncated_rate,
+            name,
+            describe_limits(settings.sampling),
+        )
 
 
 def _compare_with_start(
@@ -283,6 +291,12 @@ def _describe_results(
         note += f"; gain over {START_MODEL} on the same episodes: {', '.join(gains)}"
     if num_failed := sum(row["failed_episodes"] for row in table.values()):
         note += f"; {num_failed} episodes failed and are not counted ({FAILED_EPISODES})"
+    if cut := [
+        f"{name} {row['truncated']:.0%}"
+        for name, row in table.items()
+        if row.get("truncated", 0.0) >= TRUNCATED_SHARE
+    ]:
+        note += f"; episodes that limits cut short: {', '.join(cut)}"
     for method, text in _UNSEPARATED.items():
         levels = [level for level, report in held_out.items() if report.by == method]
         note += f"; {text}: {', '.join(levels)}" if levels else ""
@@ -297,6 +311,7 @@ def _summarize_evaluation(result: Evaluation) -> dict[str, Any]:
         "success_high": high,
         "reward": result.reward_mean,
         "failed_episodes": result.failed_episodes,
+        "truncated": result.truncated_rate,
         "tokens_per_second": result.tokens_per_second,
         "by_level": {level: list(rate) for level, rate in result.by_level.items()},
         **_summarize_environments(result),

@@ -31,7 +31,7 @@ from rl_core.rewards.components import OverlongPenalty
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import TrainingSeedOrders
 from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
-from rl_core.rollouts.rollout_metrics import compute_rollout_metrics
+from rl_core.rollouts.rollout_metrics import TruncationMonitor, compute_rollout_metrics
 from rl_core.settings import PolicySettings, RollbackSettings, build_settings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import (
@@ -188,6 +188,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._seeds = TrainingSeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         self._signal_monitor = LearningSignalMonitor()
+        self._truncation_monitor = TruncationMonitor(settings.sampling)
         functions = load_custom_functions(settings, custom_functions)
         self.actor_critic = build_actor_critic(
             model, reference_model, settings, self.pad_id, process_group, teacher, functions
@@ -275,6 +276,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.server is not None:
             self.server.put_server_to_sleep()  # the gate may have woken it
         if self.process_group.is_rank_zero:
+            self._truncation_monitor.observe_iteration(metrics)
             self._signal_monitor.observe_iteration(
                 metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked]
             )

@@ -42,6 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 LAGS = (1, 4, 16)
 WEIGHTS = ("none", "token")
+CRITIC_LAGS, CRITIC_WEIGHTS = (4, 16), ("none", "vtrace")  # of PPO
 GROUPS = (2, 4, 16, 32)  # 8 is `grpo`
 STEPS = (
     {"easy": 6, "medium": 3, "hard": 1},
@@ -93,6 +94,10 @@ def list_jobs(seeds: int, parts: list[str]) -> list[Job]:
                 for level in WEIGHTS:
                     options = dict(importance=level, sampler_kl_max=1e6)
                     jobs.append(Job(f"lag {lag} {level}", seed, "staleness", options, lag=lag))
+            for lag in CRITIC_LAGS:
+                for level in CRITIC_WEIGHTS:
+                    options = ALGORITHMS["ppo"] | dict(importance=level, sampler_kl_max=1e6)
+                    jobs.append(Job(f"ppo lag {lag} {level}", seed, "staleness", options, lag=lag))
         if "groups" in parts:
             for size in GROUPS:
                 options = dict(group_size=size, prompts_per_iteration=BATCH // size)

@@ -10,6 +10,8 @@ from typing import Any
 from learning_runs.jobs import (
     ALGORITHMS,
     BATCH,
+    CRITIC_LAGS,
+    CRITIC_WEIGHTS,
     GROUPS,
     LAGS,
     SCHEDULES,
@@ -67,6 +69,7 @@ def write_report(output: Path, seeds: int, episodes: int) -> None:
             f"| {epochs} |"
         )
     stale = [f"lag {lag} {kind}" for lag in LAGS for kind in WEIGHTS]
+    stale += [f"ppo lag {lag} {kind}" for lag in CRITIC_LAGS for kind in CRITIC_WEIGHTS]
     lines += [
         "",
         *format_table(results, stale, "rollouts stale by so many updates, importance weights"),

@@ -13,6 +13,7 @@ from helpers.worker_cluster import LocalCluster, compiled_model, letters_trainer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
 from rl_core.errors import DataError, WorkerFailed
+from rl_core.losses.advantages import vtrace
 from rl_core.rollout_workers.async_worker import (
     AsyncRolloutWorker,
     RolloutTask,
@@ -31,7 +32,8 @@ from rl_core.rollout_workers.weight_transfer import (
 from rl_core.rollout_workers.worker import WorkerSpec, read_runtime_versions
 from rl_core.rollout_workers.worker_group import WorkerSlot
 from rl_core.rollouts.episode_sequence import EpisodeRequest
-from rl_core.settings import SamplingSettings
+from rl_core.settings import CriticSettings, SamplingSettings
+from rl_core.trainers.policy_gradient import advantages as policy_advantages
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,16 @@ def clusters():
 _CLUSTERS = []
 
 
-def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, lose=(), **options):
+def make_stream(
+    tokenizer,
+    schedule=None,
+    count=2,
+    partial="keep",
+    staleness=2,
+    lose=(),
+    importance="token",
+    **options,
+):
     """Build a trainer whose workers are threads of this process."""
     sampling = SamplingSettings(
         max_completion_tokens=24, max_turns=4, max_concurrent_steps=64, temperature=1.2
@@ -82,7 +93,7 @@ def make_stream(tokenizer, schedule=None, count=2, partial="keep", staleness=2, 
         SlowLetters(),
         context=64,
         curriculum=LOW,
-        importance="token",
+        importance=importance,
         sampling=sampling,
         prompts_per_iteration=4,
         group_size=3,
@@ -156,6 +167,60 @@ def test_a_recorded_schedule_is_replayed_bit_for_bit(tokenizer, tmp_path, partia
     assert weights(replay).numpy().tobytes() == weights(trainer).numpy().tobytes()
     with pytest.raises(DataError, match="the schedule ends before iteration 9"):
         replay.step()
+
+
+def test_a_critic_learns_from_stale_rollouts_by_v_trace(tokenizer, tmp_path, monkeypatch):
+    calls = []
+
+    def record_call(rewards_RS, values_RS, ratios_RS, mask_RS, **options):
+        calls.append((rewards_RS, values_RS, ratios_RS, mask_RS, options))
+        calls.append(vtrace(rewards_RS, values_RS, ratios_RS, mask_RS, **options))
+        return calls[-1]
+
+    monkeypatch.setattr(policy_advantages, "vtrace", record_call)
+    options = {"algorithm": "ppo", "importance": "vtrace", "critic": CriticSettings(kind="shared")}
+    file = tmp_path / "schedule.jsonl"
+    trainer = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64), **options)
+    rows, ratios = [], {0: [], 1: []}
+    for iteration in range(6):
+        rows += run_iterations(trainer, 1)
+        (rewards_RS, values_RS, ratios_RS, mask_RS, given), (advantages_RS, targets_RS) = calls
+        calls.clear()
+        versions = [list_token_versions(r) for g in trainer.groups for r in g.rollouts]
+        assert [len(row) for row in versions] == mask_RS.sum(1).tolist()
+        for row, tokens in enumerate(versions):
+            mask_S = mask_RS[row]
+            for version, ratio in zip(tokens, ratios_RS[row][mask_S].tolist(), strict=True):
+                ratios[int(version < iteration)].append(ratio)
+            expected = trace_by_hand(
+                *(part[row][mask_S].tolist() for part in (rewards_RS, values_RS, ratios_RS)),
+                last_value=float(given["bootstrap_B"][row]),
+                trace_lambda=given["trace_lambda"],
+            )
+            for got, want in zip((advantages_RS, targets_RS), expected, strict=True):
+                assert got[row][mask_S].tolist() == pytest.approx(want, abs=1e-5)
+    assert ratios[0] == pytest.approx([1.0] * len(ratios[0]), abs=1e-4)
+    assert max(ratios[1]) > 1.05 and min(ratios[1]) < 0.95  # the weights moved in between
+
+    replay = make_stream(tokenizer, model=compiled_model(tokenizer, 64), **options)
+    replay.stream = ScheduleReplay(file, replay.stream.config, 2)
+    assert [row for _, row in run_iterations(replay, 6)] == [row for _, row in rows]
+    assert weights(replay).numpy().tobytes() == weights(trainer).numpy().tobytes()
+
+
+def trace_by_hand(rewards, values, ratios, last_value, trace_lambda):
+    """V-trace with gamma 1 and both caps 1: Espeholt et al. 2018, eq. 1 backwards (remark 1), lambda: remark 2."""
+    advantages, targets = [], []
+    next_target = next_value = last_value
+    for reward, value, ratio in reversed(list(zip(rewards, values, ratios, strict=True))):
+        rho = min(1.0, ratio)
+        trace = trace_lambda * min(1.0, ratio)
+        target = value + rho * (reward + next_value - value) + trace * (next_target - next_value)
+        bootstrap = next_value + trace_lambda * (next_target - next_value)
+        advantages.append(rho * (reward + bootstrap - value))
+        targets.append(target)
+        next_target, next_value = target, value
+    return advantages[::-1], targets[::-1]
 
 
 def test_open_tasks_survive_a_kill_and_a_lost_worker(tokenizer, tmp_path):

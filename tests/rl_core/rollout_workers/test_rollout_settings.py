@@ -62,6 +62,11 @@ def test_what_cannot_learn_is_refused(options, message):
         PolicySettings(**options)
 
 
+def test_a_critic_takes_stale_rollouts_with_v_trace():
+    settings = PolicySettings(rollouts=STALE, algorithm="ppo", importance="vtrace")
+    assert settings.value_function is not None and settings.rollouts.max_staleness == 2
+
+
 def test_the_key_depends_on_what_determines_numbers():
     pipeline = build_settings(
         {"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False

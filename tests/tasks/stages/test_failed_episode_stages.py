@@ -97,7 +97,7 @@ def test_a_failing_reward_is_saved_too(base, tmp_path, monkeypatch):
     assert saved[0][1].trajectory.turns
 
 
-def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
+def test_an_evaluation_says_how_many_failed_and_were_cut(base, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(
         evaluate, "build_pipeline_environment", lambda pipeline, data: BrokenLetters()
     )
@@ -116,7 +116,11 @@ def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
     context.inputs = {"model.mine": base}
     context.tracker.log_traces = lambda *arguments, **options: None
     context.tracker.log_artifact = lambda *arguments, **options: None
-    summary = evaluate._run_evaluation(context)
+    with caplog.at_level("WARNING"):
+        summary = evaluate._run_evaluation(context)
+    cut = summary["models"]["mine"]["truncated"]
+    assert cut > 0.4 and f"; episodes that limits cut short: mine {cut:.0%}" in summary["note"]
+    assert f"limits cut {cut:.0%} of the episodes of mine: raise sampling.max_comp" in caplog.text
     names = [name for name, _ in read_failed_episodes(context.folder / FAILED_EPISODES)]
     assert summary["models"]["mine"]["failed_episodes"] == len(names) > 0
     assert summary["note"].endswith(

@@ -10,8 +10,16 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import SettingsError
 from rl_core.models.logprobs import completion_logprobs, compute_token_outputs
 from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rollouts import rollout_metrics
 from rl_core.rollouts.batching import build_batches
-from rl_core.settings import CurriculumStage, ExitCondition, PolicySettings, ReplaySettings
+from rl_core.rollouts.rollout_metrics import TruncationMonitor
+from rl_core.settings import (
+    CurriculumStage,
+    ExitCondition,
+    PolicySettings,
+    ReplaySettings,
+    SamplingSettings,
+)
 from rl_core.trainers.policy_gradient import update as policy_update
 from rl_core.trainers.policy_gradient.advantages import LearningSignalMonitor
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
@@ -161,6 +169,26 @@ def test_prompts_that_are_learned_are_not_blamed_on_the_reward(caplog):
             {"train/zero_advantage_rate": 1.0, "train/success_rate": success}, rewards
         )
         assert messages in caplog.text and unsaid not in caplog.text, success
+
+
+def test_limits_that_cut_many_rollouts_are_warned_of_once(tokenizer, caplog, monkeypatch):
+    sampling = SamplingSettings(max_completion_tokens=2, max_turns=3)
+    monitor = TruncationMonitor(sampling, iterations=2)
+    for share in (0.4, 0.39, 0.5, 0.6, 0.7, 1.0):
+        monitor.observe_iteration({"train/truncation_rate": share})
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "limits cut at least 40% of the rollouts in each of the last 2 iterations (60% in the last): raise "
+        "sampling.max_completion_tokens (2; observations count, too), sampling.max_turns (3) or the model's context"
+    )
+    caplog.clear()
+    monkeypatch.setattr(rollout_metrics, "TRUNCATED_SHARE", 0.1)
+    trainer = make_trainer(tokenizer, sampling=sampling)
+    for _ in range(6):
+        assert trainer.step()["train/truncation_rate"] > 0.1
+    assert [r.getMessage()[:27] for r in caplog.records if r.name.endswith("rollout_metrics")] == [
+        "limits cut at least 10% of "
+    ]
 
 
 def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
