@@ -120,6 +120,7 @@ if TYPE_CHECKING:
         JudgeSettings,
         KLBandSettings,
         LaunchSettings,
+        LearningRateControlSettings,
         LengthSettings,
         LoopSettings,
         LoraSettings,
@@ -223,6 +224,7 @@ __all__ = [
     "GgufSettings",
     "JsonlTracker",
     "LaunchSettings",
+    "LearningRateControlSettings",
     "LengthSettings",
     "LoopOutcome",
     "LoopSettings",
@@ -380,7 +382,7 @@ _PUBLIC_NAMES = {
         "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
         "FormatSettings GgufSettings "
-        "JudgeSettings KLBandSettings LaunchSettings "
+        "JudgeSettings KLBandSettings LaunchSettings LearningRateControlSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings MixedEnvironmentSettings ModelSettings "
         "NetworkSettings NumericSettings "
         "NumericsGateSettings "

@@ -28,6 +28,7 @@ from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
 from rl_core.settings import NetworkSettings
 from rl_core.timing import span
 from rl_core.training.optimizer_step import OptimizerStep
+from rl_core.training.optimizers import adapt_learning_rate_scale
 
 ValueFunction = Callable[[torch.Tensor], torch.Tensor]  # observations [B, D] to values [B]
 
@@ -383,28 +384,6 @@ class NetworkUpdate:
                 low=settings.learning_rate_low / settings.learning_rate,
                 high=settings.learning_rate_high / settings.learning_rate,
             )
-
-
-def adapt_learning_rate_scale(
-    scale: float, kl: float, *, target: float, factor: float, low: float, high: float
-) -> float:
-    """Return the next scale of the learning rate: divided by `factor` if kl > 2 target, multiplied if kl < target / 2.
-
-    Args:
-        kl: KL(old || new), nats per action; an estimate may be slightly negative.
-        low, high: limits of the scale.
-    Raises: DataError for a KL that is not finite, or contradictory limits.
-    Source: Rudin et al. 2021, arXiv:2109.11978, appendix A.5 (adaptive learning rate).
-    """
-    if not np.isfinite(kl) or not 0 < low <= high or target <= 0 or factor <= 1:
-        raise DataError(
-            f"kl {kl}, limits {low} to {high}, target {target} or factor {factor} is out of range"
-        )
-    if kl > 2 * target:
-        scale = scale / factor
-    elif kl < target / 2:
-        scale = scale * factor
-    return min(max(scale, low), high)
 
 
 def compute_policy_logprobs(

@@ -79,6 +79,7 @@ from rl_core.settings.services import (
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LaunchSettings,
+    LearningRateControlSettings,
     LoopSettings,
     OptimizerSettings,
     PreferenceSettings,
@@ -108,6 +109,7 @@ __all__ = [
     "JudgeSettings",
     "KLBandSettings",
     "LaunchSettings",
+    "LearningRateControlSettings",
     "LoopSettings",
     "LoraSettings",
     "MathSettings",

@@ -19,7 +19,11 @@ from rl_core.settings.self_play import (
     SelfPlaySettings,
     check_self_play,
 )
-from rl_core.settings.training import LoopSettings, OptimizerSettings
+from rl_core.settings.training import (
+    LearningRateControlSettings,
+    LoopSettings,
+    OptimizerSettings,
+)
 
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
 # algorithms with group-relative advantages
@@ -132,6 +136,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None,
         doc="advantages relative to a running mean of each role's rewards (arXiv:2506.24119) instead of the group or "
         "batch; default: none",
+    )
+    learning_rate_control: LearningRateControlSettings | None = setting(
+        None, doc="a learning rate that follows the KL of the updates; default: the schedule alone"
     )
     kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's initial model")
     reference_precision: Precision = setting(
@@ -355,6 +362,15 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 "mask_truncated: works only with advantages by comparison; with a critic, critic.bootstrap_limits sets "
                 "what a limit means"
+            )
+        if self.learning_rate_control is not None and self.epochs * self.minibatches == 1:
+            raise SettingsError(
+                "learning_rate_control: the KL is measured before each optimizer step, so it is 0 with a single one; "
+                "raise epochs or minibatches"
+            )
+        if self.learning_rate_control is not None and self.plateau_patience is not None:
+            raise SettingsError(
+                "plateau_patience: learning_rate_control sets the learning rate already; remove one of the two"
             )
         self._check_importance()
         clips = (self.clip_eps, self.clip_eps_high, self.dual_clip)

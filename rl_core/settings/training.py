@@ -129,6 +129,23 @@ class OptimizerSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearningRateControlSettings(Settings):
+    """Learning rate of a policy that follows the KL of its updates."""
+
+    desired_kl: float = setting(
+        0.01,
+        gt=0,
+        doc="KL(old || new) of an iteration in nats per token, mean over its optimizer steps: the rate is divided by "
+        "`factor` above twice this KL and multiplied below half of it (arXiv:2109.11978)",
+    )
+    factor: float = setting(1.5, gt=1, le=10, doc="factor of one adaptation")
+    lowest: float = setting(0.1, gt=0, le=1, doc="lowest rate, as a multiple of the scheduled one")
+    highest: float = setting(
+        10.0, ge=1, le=1000, doc="highest rate, as a multiple of the scheduled one"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopSettings(Settings):
     """The training loop: evaluation, checkpoints, early stopping, guards."""
 
@@ -145,6 +162,13 @@ class LoopSettings(Settings):
         None, ge=1, doc="evaluations without improvement before stopping; none = never stop"
     )
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
+    plateau_patience: int | None = setting(
+        None,
+        ge=1,
+        doc="evaluations without improvement before the learning rate is multiplied by `plateau_factor`, down to "
+        "`min_lr_ratio` of the scheduled rate; again after as many further ones; default: never",
+    )
+    plateau_factor: float = setting(0.5, gt=0, lt=1, doc="factor of the learning rate at a plateau")
     max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
     history_seconds: float = setting(
         5.0,

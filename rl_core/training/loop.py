@@ -119,9 +119,13 @@ def run_loop(
             and before its checkpoint; if a run is killed in between, it is called again for that iteration.
         memory: updated during training; a later call on the same trainer continues from it, without a checkpoint.
     Raises: Stopped after a stop request (state saved, or the iteration abandoned); NothingLearned if the trained
-        weights have the bits that they started with; CallbackError; ResumeRefused; NonFiniteError; CheckpointError;
-        FolderBusy.
+        weights have the bits that they started with; SettingsError for `plateau_patience` without evaluations;
+        CallbackError; ResumeRefused; NonFiniteError; CheckpointError; FolderBusy.
     """
+    if settings.plateau_patience is not None and (best_metric is None or not settings.eval_every):
+        raise SettingsError(
+            "plateau_patience: counts evaluations during training, of which there are none; set eval_every above 0"
+        )
     tracker, memory = tracker or MemoryTracker(), memory or LoopMemory()
     process_group = trainer.optimizer_step.process_group
     metrics = LoopMetrics(
@@ -365,9 +369,26 @@ class _TrainingLoop:
             self.memory.best_weights = collect_trainable_weights(self.trainer.model, copy=True)
         gain = math.inf if state.reference is None else self.sign * (value - state.reference)
         if math.isfinite(value) and gain > self.settings.min_improvement:
-            state.reference, state.bad_evaluations = value, 0
+            state.reference, state.bad_evaluations, state.plateau_evaluations = value, 0, 0
         else:
             state.bad_evaluations += 1
+            state.plateau_evaluations += 1
+        if state.plateau_evaluations == self.settings.plateau_patience:
+            state.plateau_evaluations = 0
+            self._reduce_learning_rate()
+
+    def _reduce_learning_rate(self) -> None:
+        """Multiply the learning rate of all optimizers by `plateau_factor`, down to their `min_lr_ratio`."""
+        factor = self.settings.plateau_factor
+        for step in getattr(self.trainer, "optimizer_steps", [self.trainer.optimizer_step]):
+            scale = step.learning_rate_scale
+            step.learning_rate_scale = min(scale, max(scale * factor, step.settings.min_lr_ratio))
+        logger.info(
+            "%s got no better in %d evaluations: the learning rate is now %.3g",
+            self.best_metric,
+            self.settings.plateau_patience,
+            self.trainer.optimizer_step.learning_rate,
+        )
 
     def _restore_best_weights(self) -> None:
         """Leave the outcome's weights in the model: the best or the last; with ema_decay, their average."""

@@ -79,6 +79,8 @@ class LoopProgress:
     best_metrics: dict[str, float] = field(default_factory=dict)
     reference: float | None = None  # value at the last improvement large enough for patience
     bad_evaluations: int = 0  # evaluations since then
+    # Evaluations since then, or since the learning rate was last reduced (`plateau_patience`).
+    plateau_evaluations: int = 0
     nonfinite_metrics: int = 0
     unmoved_iterations: int = 0  # whose steps were all skipped, refused, or without a gradient
     # Of the trainable weights before the first iteration; None = unknown (a checkpoint of an earlier release).

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 from rl_core.distributed.sharding import is_sharded_tensor
-from rl_core.errors import CheckpointError, SettingsError
+from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.settings import OptimizerSettings
 from rl_core.storage.checkpoint import extract_moments, load_moments
 from rl_core.training.offloaded_adamw import OffloadedAdamW
@@ -99,6 +99,28 @@ def compute_learning_rate(step: int, settings: OptimizerSettings, total_steps: i
     if settings.schedule != "linear":
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
+
+
+def adapt_learning_rate_scale(
+    scale: float, kl: float, *, target: float, factor: float, low: float, high: float
+) -> float:
+    """Return the next scale of the learning rate: divided by `factor` if kl > 2 target, multiplied if kl < target / 2.
+
+    Args:
+        kl: KL(old || new), nats per action or token; an estimate may be slightly negative.
+        low, high: limits of the scale.
+    Raises: DataError for a KL that is not finite, or contradictory limits.
+    Source: Rudin et al. 2021, arXiv:2109.11978, appendix A.5 (adaptive learning rate).
+    """
+    if not math.isfinite(kl) or not 0 < low <= high or target <= 0 or factor <= 1:
+        raise DataError(
+            f"kl {kl}, limits {low} to {high}, target {target} or factor {factor} is out of range"
+        )
+    if kl > 2 * target:
+        scale = scale / factor
+    elif kl < target / 2:
+        scale = scale * factor
+    return min(max(scale, low), high)
 
 
 def build_optimizer(

@@ -54,6 +54,7 @@ from rl_core.trainers.policy_gradient.self_play import SelfPlay
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
+from rl_core.training.optimizers import adapt_learning_rate_scale
 from rl_core.types import RolloutGroup
 
 if TYPE_CHECKING:
@@ -174,8 +175,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
         self.policy = model
         self.settings = settings
-        self.rewards = rewards
-        self.evaluator = evaluator
+        self.rewards, self.evaluator = rewards, evaluator
         # Metrics of the newest evaluation, for the curriculum's next observation.
         self._latest_evaluation: dict[str, float] = {}
         self._watched_names = list_watchable_names(settings, environment)
@@ -290,6 +290,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.iteration += 1
         # Every process uses the metrics of rank 0, so that the curriculum decides the same everywhere.
         metrics = self.process_group.run_on_rank_zero(functools.partial(dict, metrics))
+        self._adapt_learning_rate(metrics.get("policy/update_kl"))
         previous_stage = self.curriculum.index
         target_stage = self.curriculum.observe_iteration(
             metrics | self._latest_evaluation, known=self._watched_names
@@ -398,6 +399,20 @@ class PolicyGradientTrainer(RolloutTrainer):
             self.actor_critic.role_baselines.values = {
                 str(role): float(value) for role, value in values.items()
             }
+
+    def _adapt_learning_rate(self, kl: float | None) -> None:
+        """Adapt the policy's learning rate to the KL of the iteration's update; None = no step was taken."""
+        control = self.settings.learning_rate_control
+        if control is None or kl is None:
+            return
+        self.optimizer_step.learning_rate_scale = adapt_learning_rate_scale(
+            self.optimizer_step.learning_rate_scale,
+            kl,
+            target=control.desired_kl,
+            factor=control.factor,
+            low=control.lowest,
+            high=control.highest,
+        )
 
     def _roll_back_stage(self, target: int, rollback: RollbackSettings | None) -> None:
         """Restore everything that training changes to the snapshot taken at the entry of stage `target`."""

@@ -35,6 +35,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     ),
     "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared")),
     "ppo, two epochs": dict(algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE),
+    "ppo, two epochs, rate 3e-3": dict(
+        algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE | dict(learning_rate=3e-3)
+    ),
+    "ppo, two epochs, rate 3e-3, by KL": dict(
+        algorithm="ppo",
+        critic=dict(learning_rate=1e-3),
+        learning_rate_control=dict(lowest=0.01),
+        **TWICE | dict(learning_rate=3e-3),
+    ),
     "grpo + replay": dict(
         algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)
     ),

@@ -122,7 +122,12 @@ class LaggedBackend:
 def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     """Train one run; return its curve, its final successes, its seconds."""
     from rl_core.rewards.orchestrator import RewardOrchestrator
-    from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
+    from rl_core.settings import (
+        CriticSettings,
+        LearningRateControlSettings,
+        PolicySettings,
+        ReplaySettings,
+    )
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
     options = {**COMMON, **job.settings}
@@ -130,6 +135,8 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
         options["critic"] = CriticSettings(**options["critic"])
     if isinstance(options.get("replay"), dict):
         options["replay"] = ReplaySettings(**options["replay"])
+    if isinstance(control := options.get("learning_rate_control"), dict):
+        options["learning_rate_control"] = LearningRateControlSettings(**control)
     iterations = episodes // BATCH
     if "schedule" in options:
         options["curriculum"] = build_stages(options.pop("schedule"), iterations)

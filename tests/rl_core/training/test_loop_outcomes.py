@@ -66,6 +66,51 @@ def test_small_gains_count_as_best_but_do_not_extend_patience():
     assert outcome.stop_reason == "iterations"
 
 
+def list_learning_rate_scales(values, lowest=0.1, checkpoints=None, interrupted_at=None, **options):
+    """Train with these scores; return the scale of the learning rate in each iteration."""
+    trainer, scales = ScriptedTrainer([None, *values]), []
+    trainer.optimizer_step.settings = OptimizerSettings(min_lr_ratio=lowest)
+
+    def record_scale(event):
+        if event.kind == "iteration":
+            scales.append(trainer.optimizer_step.learning_rate_scale)
+
+    run_loop(
+        trainer,
+        LoopSettings(eval_every=1, plateau_patience=2, checkpoint_every=1, **options),
+        iterations=interrupted_at or len(values),
+        best_metric="eval/score",
+        callbacks=[record_scale],
+        checkpoints=checkpoints,
+    )
+    return scales
+
+
+def test_a_plateau_lowers_the_learning_rate_down_to_its_limit(tmp_path):
+    flat = [0.5] * 10
+    assert list_learning_rate_scales(flat) == [1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.1]
+    assert list_learning_rate_scales(flat, plateau_factor=0.3, lowest=0.2)[3:6] == [0.3, 0.3, 0.2]
+    # an improvement starts the count over; NaN is none
+    assert list_learning_rate_scales([0.1, 0.1, 0.2, math.nan, 0.3, 0.3, 0.3]) == [1] * 7
+    assert list_learning_rate_scales([0.1, 0.1, math.nan, 0.3, 0.3, 0.3, 0.9])[-1] == 0.25
+
+
+def test_a_resumed_run_remembers_the_plateau(tmp_path):
+    store = CheckpointStore(tmp_path)
+    before = list_learning_rate_scales([0.5] * 6, checkpoints=store, interrupted_at=3)
+    after = list_learning_rate_scales([0.5] * 6, checkpoints=CheckpointStore(tmp_path))
+    assert [*before, *after] == [1, 1, 1, 0.5, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("every", "metric"), [(0, "eval/score"), (1, None)], ids=["no evaluation", "no metric"]
+)
+def test_a_plateau_needs_evaluations(every, metric):
+    settings = LoopSettings(eval_every=every, plateau_patience=1)
+    with pytest.raises(SettingsError, match=r"plateau_patience: .* set eval_every above 0"):
+        run_loop(ScriptedTrainer([None]), settings, iterations=1, best_metric=metric)
+
+
 def test_an_evaluation_that_is_not_a_number_is_never_the_best():
     outcome, weight, _ = run_scripted([0.1, math.nan, 0.2, math.inf, math.nan], patience=2)
     assert (outcome.best_metric, weight, outcome.stop_reason) == (0.2, 3.0, "patience")

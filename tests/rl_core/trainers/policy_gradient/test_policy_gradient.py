@@ -16,6 +16,7 @@ from rl_core.rollouts.rollout_metrics import TruncationMonitor
 from rl_core.settings import (
     CurriculumStage,
     ExitCondition,
+    LearningRateControlSettings,
     PolicySettings,
     ReplaySettings,
     SamplingSettings,
@@ -169,6 +170,36 @@ def test_prompts_that_are_learned_are_not_blamed_on_the_reward(caplog):
             {"train/zero_advantage_rate": 1.0, "train/success_rate": success}, rewards
         )
         assert messages in caplog.text and unsaid not in caplog.text, success
+
+
+@pytest.mark.parametrize(("desired_kl", "limit"), [(1e-9, 0.25), (1e3, 4.0)])
+def test_the_learning_rate_follows_the_kl_of_updates(tokenizer, desired_kl, limit):
+    control = LearningRateControlSettings(desired_kl=desired_kl, factor=2, lowest=0.25, highest=4)
+    trainer = make_trainer(tokenizer, learning_rate_control=control, epochs=2, curriculum=LOW)
+    rates = [trainer.step()["train/learning_rate"] for _ in range(4)]
+    step = limit**0.5
+    assert rates == pytest.approx([1e-2, 1e-2 * step, 1e-2 * limit, 1e-2 * limit])
+    resumed = make_trainer(tokenizer, learning_rate_control=control, epochs=2, curriculum=LOW)
+    resumed.optimizer_step.load_state_dict(copy.deepcopy(trainer.optimizer_step.state_dict()))
+    assert resumed.optimizer_step.learning_rate == pytest.approx(1e-2 * limit)
+
+
+def test_a_desired_kl_is_held(tokenizer):
+    control = LearningRateControlSettings(desired_kl=0.002, highest=100)
+    trainer = make_trainer(
+        tokenizer, learning_rate_control=control, epochs=4, learning_rate=1e-4, group_size=16
+    )
+    kls = [trainer.step()["policy/update_kl"] for _ in range(24)]
+    assert max(kls[:3]) < 0.0005
+    assert 0.001 < sum(kls[-8:]) / 8 < 0.004
+
+
+def test_settings_of_the_learning_rate_that_contradict():
+    control = LearningRateControlSettings()
+    with pytest.raises(SettingsError, match="so it is 0 with a single one; raise epochs"):
+        PolicySettings(learning_rate_control=control, epochs=1, minibatches=1)
+    with pytest.raises(SettingsError, match="plateau_patience: learning_rate_control sets"):
+        PolicySettings(learning_rate_control=control, epochs=2, plateau_patience=2)
 
 
 def test_limits_that_cut_many_rollouts_are_warned_of_once(tokenizer, caplog, monkeypatch):
