@@ -9,6 +9,7 @@ A deployment's run may change only some settings, compared with what the deploym
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import pydantic
 
 from flows.runtime.run_request import find_request
-from rl_core.errors import SettingsError
+from rl_core.errors import PosttrainError, SettingsError
 from rl_core.storage.faults import inject_fault
 from rl_core.user_code.load import find_import_paths
 from tasks.config import (
@@ -34,7 +35,7 @@ from tasks.config import (
 from tasks.config.displayed_settings import MASK, is_secret_option, mask_secrets
 from tasks.config.problems import ConfigError, KeyLocations
 from tasks.config.schema import format_setting_title, resolve_pydantic_model
-from tasks.config.yaml_loader import apply_overrides
+from tasks.config.yaml_loader import apply_overrides, read_yaml
 from tasks.shipped import find_config, shipped
 
 MAIN_SETTINGS = {  # form field: settings key
@@ -319,9 +320,12 @@ def _read_parameter(
 
 
 def extract_pipeline_name(settings: PipelineSettings | Mapping[str, Any] | str) -> str:
-    """Return the pipeline's name for the flow run's name, else the config file's."""
+    """Return the pipeline's name for the flow run's name; of a file that cannot be read, the file's name."""
     if isinstance(settings, str):
-        return Path(settings).stem
+        name = None
+        with contextlib.suppress(PosttrainError):
+            name = read_yaml(find_config(settings)).data.get("name")
+        return str(name) if name else Path(settings).stem
     return settings.name if isinstance(settings, PipelineSettings) else str(settings["name"])
 
 

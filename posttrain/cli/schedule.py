@@ -16,6 +16,7 @@ from tasks.command_hints import format_posttrain_command
 
 if TYPE_CHECKING:
     from posttrain.operations.schedules import Schedule
+    from tasks.config import PipelineSettings
 
 EXAMPLES = (
     'schedule my_task/config.yaml --cron "0 2 * * *"    (retrain at 02:00 UTC if there is new data)',
@@ -60,6 +61,9 @@ def run_command(arguments: argparse.Namespace) -> int:
 
         check_cron(arguments.cron, arguments.timezone)
     settings = run_setup.load_optional_settings(arguments)
+    if is_new and arguments.flow == "retrain":
+        assert settings is not None
+        _refuse_pipeline_without_gate(settings)
     output = Path(settings.output if settings else arguments.output)
     pool = _connect_to_scheduler(output)
     if arguments.list:
@@ -73,11 +77,14 @@ def run_command(arguments: argparse.Namespace) -> int:
         print(f"{asyncio.run(_call_prefect(remove=arguments.remove))}: removed")
         return 0
     assert settings is not None
+    from flows.parameters import read_main_values
+
     overrides = [*arguments.set, f"output={json.dumps(str(output.resolve()))}"]  # VALUE is YAML
     schedule, replaced = asyncio.run(
         _call_prefect(
             create={
                 "pipeline": settings.name,
+                "main": read_main_values(settings),
                 "config": arguments.config,
                 "overrides": overrides,
                 "flow": arguments.flow,
@@ -96,6 +103,16 @@ def run_command(arguments: argparse.Namespace) -> int:
         print("\n".join(f"  next   {time}" for time in schedule.next_times))
         print(f"`{remove}` removes it; it runs while `posttrain up` does")
     return 0
+
+
+def _refuse_pipeline_without_gate(settings: PipelineSettings) -> None:
+    """Refuse a pipeline that `retrain` would refuse at every scheduled time. Raises: SettingsError."""
+    from tasks.lifecycle.retraining import check_retraining_stages
+
+    try:
+        check_retraining_stages(settings)
+    except SettingsError as error:
+        raise SettingsError(f"{error}; or schedule the pipeline as it is: --flow run") from None
 
 
 def _refuse_wrong_options(arguments: argparse.Namespace, is_new: bool) -> None:

@@ -449,6 +449,14 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _print_runs_page(output: Path, tracking_uri: str | None) -> None:
+    """Print the address of the newest pipeline's table of runs, which MLflow's first page does not show."""
+    from tasks.tracking import Tracking
+
+    if url := Tracking(tracking_uri, output).find_newest_runs_url():
+        print(f"{'runs':8} {url}", flush=True)
+
+
 def serve_web_pages(
     output: Path,
     tracking_uri: str | None = None,
@@ -495,6 +503,8 @@ def serve_web_pages(
                 print(
                     f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True
                 )
+            if any(service.name == "MLflow" for service in running.services):
+                _print_runs_page(output, tracking_uri)
             print("Ctrl-C stops the web UI; runs continue", flush=True)
             running.watch_processes()
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -136,6 +137,7 @@ async def create_schedule(
     cron: str,
     timezone: str,
     pool: str,
+    main: Mapping[str, Any],
 ) -> tuple[Schedule, Schedule | None]:
     """Create the schedule of a pipeline, or replace the one of its name; return it and the replaced one.
 
@@ -143,6 +145,7 @@ async def create_schedule(
         config: absolute path of a file, or the name of a shipped one.
         overrides: KEY=VALUE each; applied at each run.
         pool: work pool of the worker.
+        main: values that the form of a run shows; only those that a person changes there count.
     """
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions
@@ -154,7 +157,11 @@ async def create_schedule(
     if not next_times:
         raise SettingsError(f"--cron: '{cron}' never occurs: no month has such a day")
     function = import_object(_ENTRYPOINTS[flow])
-    parameters: dict[str, Any] = {"settings": config, "overrides": [_WAIT_OVERRIDE, *overrides]}
+    parameters: dict[str, Any] = {
+        "settings": config,
+        "main": dict(main),
+        "overrides": [_WAIT_OVERRIDE, *overrides],
+    }
     if flow == "retrain":
         parameters["reason"] = f"schedule {cron}"
     name = resolve_schedule_name(pipeline, flow)

@@ -48,7 +48,11 @@ _KEY_ORDER = (
     "tracking",
     "stages",
 )
-_INLINE_MAPPINGS = (".rewards", "chat_template_kwargs")  # settings whose value is a mapping
+_INLINE_MAPPINGS = (
+    ".rewards",
+    "chat_template_kwargs",
+    "environment.options",
+)  # settings whose value is a mapping
 
 
 class _ConfigDraft:
@@ -268,6 +272,20 @@ def _reject_invalid_values(draft: _ConfigDraft) -> None:
         for path, text in rejected.items():
             draft.reject_value(path, text)
     draft.to_do = [f"{join_key(problem.key)}: {problem.text}" for problem in problems]
+    samples = any(path.startswith(("stages.policy", "stages.distill")) for path in draft.values)
+    if samples and "environment.name" not in draft.values:
+        draft.to_do.insert(
+            0,
+            "environment: the file names no local file of prompts, and without one the demo's environment is played; "
+            "write environment: {name: prompts, options: {path: prompts.jsonl}}",
+        )
+    rewards = [path for path in draft.values if path.endswith(".rewards")]
+    if "stages.policy" in draft.stage_blocks and not rewards:
+        draft.to_do.insert(
+            0,
+            "rewards: the framework takes reward functions in Python; name yours in the stage, as in "
+            'rewards: {"my_rewards.py:score": 1.0}',
+        )
     if not has_model:
         draft.to_do.insert(0, "model.path: the file names no model; set a folder or a hub name")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.curriculum.watched_metrics import describe_unlogged_metric, find_metric_range
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
-from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
+from rl_core.settings import EnvironmentSettings, LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.services import check_sink_installed
 from tasks.config.machine_checks import (
     AGENT_ENVIRONMENTS,
@@ -246,6 +246,7 @@ def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
     """List settings that work but waste time, or wait for something that never happens: for warnings."""
     policy, problems = settings.stages.policy, [*find_unlogged_alerts(settings)]
     problems = [problem for problem in problems if not _is_online_alert(problem)]
+    problems += _find_forgotten_environment(settings)
     if settings.stages.reward_model is None or policy is None or _uses_learned_reward(policy):
         return problems
     text = (
@@ -253,6 +254,19 @@ def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
         "`rewards: {task: 1.0, learned: 0.1}`, or leave this stage out"
     )
     return [*problems, ConfigProblem(("stages", "reward_model"), text)]
+
+
+def _find_forgotten_environment(settings: PipelineSettings) -> Iterator[ConfigProblem]:
+    """Find a pretrained model that would play the default environment, which is the demo's."""
+    stages, default = settings.stages, EnvironmentSettings()
+    if not settings.model.path or settings.environments or settings.environment != default:
+        return
+    if stages.policy is not None or stages.evaluate is not None:
+        yield ConfigProblem(
+            ("environment",),
+            f"is not set, so {settings.model.path} plays {default.name}, the demo's environment; for your prompts "
+            "write environment: {name: prompts, options: {path: prompts.jsonl}}",
+        )
 
 
 def _uses_learned_reward(policy: PolicySettings) -> bool:

@@ -163,8 +163,10 @@ def _convert_pair_loss(values: FrameworkValues) -> ConvertedValues:
 
 def _convert_dataset_file(values: FrameworkValues) -> ConvertedValues:
     path = str(values["dataset_name"])
-    if values.is_policy or not path.endswith((".jsonl", ".parquet", ".csv")):
+    if not path.endswith((".jsonl", ".parquet", ".csv")):
         return None
+    if values.is_policy:
+        return {"environment.name": "prompts", "environment.options": {"path": path}}
     kind = "demonstrations" if values.stage == "stages.sft" else "preferences"
     return {f"stages.prepare_data.{kind}": path}
 

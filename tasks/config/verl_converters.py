@@ -151,6 +151,19 @@ def _convert_verl_reward(values: FrameworkValues) -> ConvertedValues:
     return {f"{_POLICY_PATH}.rewards": {f"{module}:{name}": 1.0}}
 
 
+def _convert_train_files(values: FrameworkValues) -> ConvertedValues:
+    """Convert one local file of prompts, in verl's columns."""
+    files = values.get("data.train_files")
+    path = files[0] if isinstance(files, list) and len(files) == 1 else files
+    if not isinstance(path, str) or not path.endswith((".jsonl", ".parquet", ".csv", ".json")):
+        return None
+    options = {"path": path, "target": "reward_model.ground_truth"}
+    prompt = values.get("data.prompt_key", "prompt")
+    if prompt != "prompt":
+        options["prompt"] = str(prompt)
+    return {"environment.name": "prompts", "environment.options": options}
+
+
 def _build_frequency_rule(target: str, name: str) -> ConversionRule:
     return lambda values: {target: max(0, int(values.read_number(name, 0)))}
 
@@ -219,6 +232,7 @@ VERL_RULES: dict[str, ConversionRule] = {
     **dict.fromkeys(
         ("custom_reward_function.path", "custom_reward_function.name"), _convert_verl_reward
     ),
+    **dict.fromkeys(("data.train_files", "data.prompt_key"), _convert_train_files),
     **dict.fromkeys(("trainer.nnodes", "trainer.n_gpus_per_node"), _convert_launch),
     "trainer.logger": build_sinks_rule("trainer.logger"),
     "trainer.experiment_name": build_value_rule(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from prefect.exceptions import ObjectNotFound
 
+from flows.parameters import build_main_overrides, extract_pipeline_name
 from posttrain.cli import main as cli
 from posttrain.operations import database
 from posttrain.operations.schedules import (
@@ -124,6 +125,27 @@ class Prefect:
         if values["work_pool_name"] != "posttrain":
             raise ObjectNotFound(ValueError("no such pool"))
         self.deployments = [SimpleNamespace(paused=False, **values)]
+
+
+def test_a_pipeline_that_retrain_would_refuse_is_not_scheduled(tmp_path, monkeypatch, capsys):
+    server = Prefect()
+    monkeypatch.setattr("prefect.client.orchestration.get_client", lambda: server)
+    monkeypatch.setattr("posttrain.cli.schedule._connect_to_scheduler", lambda _: "posttrain")
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"name: pirate\noutput: {tmp_path}\nstages:\n  prepare_data: {{}}\n  sft: {{epochs: 2}}\n"
+    )
+    assert cli.main(["schedule", str(path), "--cron", "@daily"]) == 2
+    assert capsys.readouterr().err.endswith(
+        "add `evaluate: {}`; or schedule the pipeline as it is: --flow run\n"
+    )
+    assert cli.main(["schedule", str(path), "--cron", "@daily", "--flow", "run"]) == 0
+    (deployment,) = server.deployments
+    assert deployment.parameters["main"]["sft_epochs"] == 2.0  # the form opens with it
+    assert "iterations" not in deployment.parameters["main"]
+    assert build_main_overrides({"sft_epochs": 2.0, "seed": 0}, deployment.parameters["main"]) == []
+    assert extract_pipeline_name(str(path)) == "pirate"
+    assert extract_pipeline_name(str(tmp_path / "missing.yaml")) == "missing"
 
 
 def test_a_replaced_schedule_is_named_and_a_refusal_is_one_line(tmp_path, monkeypatch, capsys):

@@ -236,6 +236,23 @@ def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
         assert find_waste(build_settings({"name": "x", "stages": without}, check_files=False)) == []
 
 
+@pytest.mark.parametrize(
+    ("values", "is_named"),
+    [
+        ({"stages": {"policy": {}}}, True),
+        ({"stages": {"sft": {}, "prepare_data": {}, "evaluate": {}}}, True),
+        ({"stages": {"sft": {}, "prepare_data": {"demonstrations": "a.jsonl"}}}, False),
+        ({"stages": {"policy": {}}, "environment": {"name": "arithmetic"}}, False),
+        ({"stages": {"policy": {}}, "model": {"preset": "tiny"}}, False),
+    ],
+)
+def test_a_pretrained_model_in_the_environment_of_the_demo_is_named(values, is_named):
+    values = {"name": "x", "model": {"path": "org/model"}} | values
+    reported = find_waste(build_settings(values, check_files=False))
+    assert [problem.key for problem in reported] == [("environment",)] * is_named
+    assert all("org/model plays pixel_grid" in problem.text for problem in reported)
+
+
 def test_an_alert_on_an_online_metric_that_does_not_exist_is_refused():
     known = ("online/paused", "online/drift/kl_level", "online/refused/kl", "online/gate_p_value")
     alerts = {**dict.fromkeys(known, "> 0.5"), "online/pause": "> 0.5", "online/drift/x": "> 1"}

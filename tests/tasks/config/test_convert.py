@@ -332,7 +332,9 @@ def test_verl_becomes_a_configuration(tmp_path):
     assert (policy.kl_coef, policy.kl_in, policy.kl_estimator) == (0.002, "loss", "k2")
     assert policy.clip == (0.2, 0.3) and policy.dual_clip == 3 and policy.learning_rate == 3e-6
     assert policy.sampling.max_completion_tokens == 99
-    assert "data.train_files: a.parquet" in text and "_target_" not in text and "top_k" not in text
+    assert (
+        'options: {"path": "a.parquet", ' in text and "_target_" not in text and "top_k" not in text
+    )
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -442,3 +444,21 @@ def test_names_are_looked_up_by_a_part(capsys):
 def test_convert_needs_a_file_or_a_name_that_exists(arguments, message, capsys):
     assert main(["convert", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_local_file_of_prompts_becomes_the_environment(tmp_path):
+    values = {"model_name_or_path": "m", "num_generations": 8, "dataset_name": "questions.jsonl"}
+    text = convert_config(values, "grpo.yaml")
+    settings = load_settings(text, tmp_path)
+    assert settings.environment.name == "prompts"
+    assert settings.environment.options == {"path": "questions.jsonl"}
+    assert "#   rewards: the framework takes reward functions in Python" in text
+    text = convert_config({**values, "dataset_name": "org/name"}, "grpo.yaml")
+    assert "#   environment: the file names no local file of prompts" in text
+    verl = {"data": {"train_files": ["~/train.parquet"], "prompt_key": "question"}}
+    settings = load_settings(convert_config(verl, "ppo.yaml"), tmp_path)
+    assert settings.environment.options == {
+        "path": "~/train.parquet",
+        "prompt": "question",
+        "target": "reward_model.ground_truth",
+    }
