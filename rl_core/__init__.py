@@ -411,11 +411,11 @@ _EXPORTS = {
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         if not name.startswith("_"):
+            from rl_core.api.trl_arguments import explain_trl_class
             from rl_core.errors import suggest_name
 
-            raise AttributeError(
-                f"module 'rl_core' has no attribute '{name}'; {suggest_name(name, __all__)}"
-            )
+            advice = explain_trl_class(name) or suggest_name(name, __all__)
+            raise AttributeError(f"module 'rl_core' has no attribute '{name}'; {advice}")
         raise AttributeError(f"module 'rl_core' has no attribute '{name}'")
     if "ipykernel" in sys.modules and "tqdm.auto" not in sys.modules:
         from rl_core.models.quiet_loading import ignore_missing_widgets

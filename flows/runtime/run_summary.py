@@ -200,12 +200,10 @@ def _format_rate(row: Mapping[str, Any]) -> str:
 def collect_parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
     """Collect the metrics of the parent run for comparison in the runs table."""
     cost = pipeline_run.tracking.cost
-    metrics: dict[str, float] = {
-        "pipeline/seconds": pipeline_run.seconds,
-        "pipeline/tracking_seconds": cost.foreground_seconds,
-        "pipeline/tracking_background_seconds": cost.background_seconds,
-    }
-    for row in build_result_rows(pipeline_run):
+    metrics: dict[str, float] = {}  # results first: MLflow lists metrics as they were logged
+    seconds: dict[str, float] = {}
+    rows = build_result_rows(pipeline_run)
+    for row in sorted(reversed(rows), key=lambda row: row.get("success") is None):
         name = row.get("metric") or row["stage"]
         if row.get("success") is not None:
             metrics[f"success_rate/{name}"] = row["success"]
@@ -217,8 +215,16 @@ def collect_parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
         if row.get("accuracy") is not None:
             metrics["reward_model/accuracy"] = row["accuracy"]
         if not row["cached"] and not row.get("is_model"):
-            metrics[f"seconds/{row['stage']}"] = float(row["seconds"])
-    return metrics
+            seconds[f"seconds/{row['stage']}"] = float(row["seconds"])
+    return (
+        metrics
+        | {"pipeline/seconds": pipeline_run.seconds}
+        | seconds
+        | {
+            "pipeline/tracking_seconds": cost.foreground_seconds,
+            "pipeline/tracking_background_seconds": cost.background_seconds,
+        }
+    )
 
 
 def format_headline(rows: Sequence[Mapping[str, Any]]) -> str:

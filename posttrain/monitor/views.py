@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
+import numpy as np
+
 from posttrain.monitor.agent_views import (
     build_curriculum_tab,
     build_rewards_tab,
@@ -354,8 +356,16 @@ def _format_success(run: RunView, stage: StageView) -> str:
 
 
 def _format_speed(stage: StageView) -> str:
-    series = stage.table.series.get("perf/tokens_per_second")
-    return format_number(series.compute_mean(20), 0) if series is not None else ""
+    """Format the newest tokens per second of a running stage; of an ended one the mean, as the terminal prints it."""
+    rates = stage.table.series.get("perf/tokens_per_second")
+    seconds = stage.table.series.get("perf/step_seconds")
+    if rates is None:
+        return ""
+    if stage.status != "running" and seconds is not None:
+        values, weights = rates.read_arrays()[2], seconds.read_arrays()[2]
+        if len(values) == len(weights) and weights.sum() > 0:
+            return format_number(float(np.average(values, weights=weights)), 0)
+    return format_number(rates.compute_mean(20), 0)
 
 
 def group_metrics_by_prefix(run: RunView | None, stage: str) -> dict[str, list[str]]:

@@ -46,7 +46,12 @@ def describe_port_holder(port: int) -> str:
         if not is_listening or connection.pid is None:
             continue
         try:
-            command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split()) or "?"
+            process = psutil.Process(connection.pid)
+            environment = process.environ()
+            if MARK_VARIABLE in environment and "PREFECT_HOME" in environment:
+                output = Path(environment["PREFECT_HOME"]).parent
+                return f"process {connection.pid} (a server of `posttrain up` for {output})"
+            command = " ".join(" ".join(process.cmdline()).split()) or "?"
         except psutil.Error:
             command = "a process of another user"
         if len(command) > 120:
@@ -58,9 +63,11 @@ def describe_port_holder(port: int) -> str:
 def check_port(port: int, purpose: str, option: str) -> None:
     """Refuse a port that is taken. Raises: SettingsError that names its holder and the option for another port."""
     if not is_port_free(port):
+        holder = describe_port_holder(port)
+        advice = "choose" if "`posttrain up`" in holder else "end that, or choose"
         raise SettingsError(
-            f"port {port}, meant for {purpose}, is taken by {describe_port_holder(port)}; end that, or choose another "
-            f"port with {option} (ports are fixed so that links in runs and reports stay valid)"
+            f"port {port}, meant for {purpose}, is taken by {holder}; {advice} another port with {option} (ports are "
+            "fixed so that links in runs and reports stay valid)"
         )
 
 
@@ -78,8 +85,22 @@ def check_ports(wanted: Sequence[tuple[int, str, str]]) -> None:
                 f"{options[port]} and {option} are both {port}; each server needs its own port"
             )
         options[port] = option
-    for port, purpose, option in wanted:
-        check_port(port, purpose, option)
+    taken = [entry for entry in wanted if not is_port_free(entry[0])]
+    if len(taken) == 1:
+        check_port(*taken[0])
+    if taken:
+        holders = "; ".join(
+            f"{port}, meant for {purpose}, by {describe_port_holder(port)}"
+            for port, purpose, _ in taken
+        )
+        others, used = [], {port for port, _, _ in wanted}
+        for port, _, option in taken:
+            free = next(n for n in range(port + 1, 65536) if n not in used and is_port_free(n))
+            used.add(free)
+            others.append(f"{option} {free}" if option.startswith("--") else option)
+        raise SettingsError(
+            f"ports are taken: {holders}; to start beside them, choose other ports: {' '.join(others)}"
+        )
 
 
 @functools.cache

@@ -46,6 +46,7 @@ from rl_core.api.training import (
     resolve_output_folder,
     resolve_settings,
 )
+from rl_core.api.trl_arguments import explain_unknown_arguments
 from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.mixture import describe_parts, list_rewarded_parts
@@ -82,6 +83,7 @@ RECENT_FILE = "recent_rollouts.jsonl"
 SERVER_LOG = "server.log"
 
 
+@explain_unknown_arguments
 def grpo(
     model: ModelSource,
     *,
@@ -130,6 +132,7 @@ def grpo(
     )
 
 
+@explain_unknown_arguments
 def ppo(
     model: ModelSource,
     *,
@@ -174,6 +177,7 @@ def ppo(
     )
 
 
+@explain_unknown_arguments
 def policy_gradient(
     model: ModelSource,
     *,
@@ -261,6 +265,7 @@ def policy_gradient(
     )
 
 
+@explain_unknown_arguments
 def distill(
     model: ModelSource,
     teacher: ModelSource | None = None,

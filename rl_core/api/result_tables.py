@@ -9,6 +9,7 @@ Both are ordinary DataFrames. Only their display differs: long texts are shorten
 from __future__ import annotations
 
 import html
+import shutil
 from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
@@ -135,12 +136,14 @@ class SamplesFrame(pd.DataFrame):
         return SamplesColumn
 
     def __repr__(self) -> str:
-        """Show the table as pandas does, without characters that would move the cursor."""
+        """Show the table as pandas does, with all columns and without characters that would move the cursor."""
         frame = pd.DataFrame(self).map(_escape_value)
         frame.index, frame.columns = (
             labels.map(_escape_value) for labels in (frame.index, frame.columns)
         )
-        return repr(frame)
+        width = shutil.get_terminal_size((120, 24)).columns
+        with pd.option_context("display.max_columns", None, "display.width", width):
+            return repr(frame)
 
     def _repr_html_(self) -> str:
         """Return a table of wrapped texts, each cut at SHOWN_CHARACTERS and in its direction of writing."""
@@ -207,7 +210,7 @@ def build_samples_frame(rows: Iterable[tuple[int, Trajectory]], limit: int | Non
     records = []
     for iteration, trajectory in ordered:
         record: dict[str, Any] = {
-            "iteration": iteration,
+            "iteration": iteration + 1,  # counted as in `metrics`, from 1
             "prompt": replace_surrogates(trajectory.prompt),
             "completion": replace_surrogates(trajectory.completion),
             "reward": trajectory.reward,

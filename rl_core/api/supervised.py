@@ -20,6 +20,7 @@ from rl_core.api.policy import (
 from rl_core.api.recipes import Recipe
 from rl_core.api.recipes.reward_model import build_reward_model_recipe
 from rl_core.api.training import Training, build_training, resolve_output_folder, resolve_settings
+from rl_core.api.trl_arguments import explain_unknown_arguments
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import SettingsError
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=Trainer)
 
 
+@explain_unknown_arguments
 def sft(
     model: ModelSource,
     data: RowSource,
@@ -93,6 +95,7 @@ def sft(
     )
 
 
+@explain_unknown_arguments
 def dpo(
     model: ModelSource,
     data: RowSource,
@@ -147,6 +150,7 @@ def dpo(
     )
 
 
+@explain_unknown_arguments
 def reward_model(
     model: ModelSource,
     data: RowSource,

@@ -392,6 +392,7 @@ class PipelineTracker:
             params=changed_settings,
             description="The pipeline is running; its result will appear here.",
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
+            delivers_system_metrics=False,  # the runs of the stages have theirs
             parent_run_id=trial.parent_run_id if trial is not None else None,
             parent_folder=trial.parent_folder if trial is not None else None,
         )

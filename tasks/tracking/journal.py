@@ -169,9 +169,13 @@ class MetricsJournal:
             names = self._names[step] | names
         self._names[step] = self._shared.setdefault(names, names)
 
-    def append_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+    def append_metrics(
+        self, metrics: Mapping[str, Any], step: int, *, is_local: bool = False
+    ) -> None:
         """Record scalars of one step. An existing value of (step, name) stays unchanged.
 
+        Args:
+            is_local: they stay in this folder, for the live page, and are not delivered.
         Raises: DataError for a value that is not a number.
         """
         step = int(step)
@@ -192,9 +196,8 @@ class MetricsJournal:
                 self.num_repeated += len(row) - len(fresh)
                 row = fresh
             if row:
-                self.lines.append_record(
-                    {"step": step, "time": time.time_ns() // 1_000_000, "metrics": row}
-                )
+                record = {"step": step, "time": time.time_ns() // 1_000_000, "metrics": row}
+                self.lines.append_record(record | ({"local": True} if is_local else {}))
                 self._remember_names(step, frozenset(row))
 
     def close(self) -> None:

@@ -65,6 +65,7 @@ class RunTracker:
         run_id: str | None = None,
         on_progress: Iterable[ProgressCallback] = (),
         system_metrics_seconds: float | None = None,
+        delivers_system_metrics: bool = True,
         interval_s: float = 2.0,
     ) -> None:
         """See `Tracking.start_run`."""
@@ -77,6 +78,7 @@ class RunTracker:
         self._start_time = time.monotonic()
         self._earlier_seconds = read_recorded_seconds(self.folder)
         self._closed = False
+        self._delivers_system_metrics = delivers_system_metrics
         self._events = LineLog(build_events_path(self.folder))
         try:
             self.journal = MetricsJournal(self.folder)
@@ -134,7 +136,7 @@ class RunTracker:
             sink.log_metrics(metrics, step)
 
     def _log_system_metrics(self, metrics: dict[str, float], number: int) -> None:
-        self.journal.append_metrics(metrics, number)
+        self.journal.append_metrics(metrics, number, is_local=not self._delivers_system_metrics)
         for sink in self.extra_trackers:
             sink.log_system(metrics, number)
 

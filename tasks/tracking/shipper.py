@@ -238,7 +238,7 @@ class Shipper:
         rows: list[tuple[str, float, int, int]] = []
         offset, num_damaged = self.state.metrics_offset, 0
         for record, end in self._journal.lines.read_records(offset):
-            values = record.get("metrics", {})
+            values = {} if record.get("local") else record.get("metrics", {})
             record_rows = [
                 (name, float(value), record["time"], record["step"])
                 for name, value in values.items()

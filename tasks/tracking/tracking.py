@@ -252,6 +252,7 @@ class Tracking:
         description: str = "",
         on_progress: Iterable[ProgressCallback] = (),
         system_metrics_seconds: float | None = None,
+        delivers_system_metrics: bool = True,
         wait_s: float = 20.0,
         interval_s: float = 2.0,
     ) -> RunTracker:
@@ -266,6 +267,7 @@ class Tracking:
             description: markdown for the run's page.
             on_progress: called with (done, total, message) at every `progress`.
             system_metrics_seconds: seconds between readings of CPU, memory and GPU; None or 0 = no readings.
+            delivers_system_metrics: False: they are for the live page alone; MLflow would list them before results.
             wait_s: longest wait for the run's id; a store that refuses the connection ends the wait.
             interval_s: seconds between deliveries.
         Raises: FolderBusy if another process tracks into the folder.
@@ -283,6 +285,7 @@ class Tracking:
                 run_id=run_id,
                 on_progress=on_progress,
                 system_metrics_seconds=system_metrics_seconds,
+                delivers_system_metrics=delivers_system_metrics,
                 interval_s=interval_s,
             )
 

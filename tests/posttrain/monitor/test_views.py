@@ -1,6 +1,7 @@
 """Content of the page, from handmade runs."""
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 from helpers.adapters import fakes
 from helpers.monitor_runs import EPISODES, START, make_run, write_lines
 
+from posttrain.monitor import views
 from posttrain.monitor.charts import DrawingOptions, PageSelection, build_move_marks, find_unit
 from posttrain.monitor.episodes import (
     EpisodeImages,
@@ -383,6 +385,20 @@ def test_broken_tab_does_not_break_the_page(tmp_path, caplog):
     write_lines(path, [{"turns": ["not a turn"]}])
     assert "AttributeError" in build_blocks(tmp_path, "tools")["nothing"]["lines"][0]
     assert build_blocks(tmp_path, "overview")["stages"]["rows"]
+
+
+def test_the_speed_of_an_ended_stage_is_the_mean_over_its_time():
+    stage = StageView("policy", "finished")
+    for step, (speed, seconds) in enumerate([(100.0, 3.0), (1000.0, 1.0)]):
+        stage.table.add_row(
+            {
+                "step": step,
+                "time": 0,
+                "metrics": {"perf/tokens_per_second": speed, "perf/step_seconds": seconds},
+            }
+        )
+    assert views._format_speed(stage) == "325"  # 1,300 tokens in 4 s, as in the terminal's table
+    assert views._format_speed(dataclasses.replace(stage, status="running")) == "550"
 
 
 def test_units():

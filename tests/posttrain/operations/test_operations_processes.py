@@ -16,6 +16,7 @@ from posttrain.operations.processes import (
     MARK_VARIABLE,
     ProcessId,
     check_port,
+    check_ports,
     describe_port_holder,
     find_marked_processes,
     format_mark,
@@ -208,3 +209,42 @@ def test_a_taken_port_names_its_holder_and_the_option():
     assert is_port_free(port)
     check_port(port, "the prefect server", "--prefect-port")
     assert describe_port_holder(port) == "a process of another user or container"
+
+
+LISTENER = """
+import socket, sys, time
+servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+print(*(server.getsockname()[1] for server in servers), flush=True)
+time.sleep(100)
+"""
+
+
+def test_ports_of_another_team_are_named_with_free_ones(tmp_path):
+    environment = {
+        **os.environ,
+        MARK_VARIABLE: format_mark(tmp_path, "mlflow"),
+        "PREFECT_HOME": str(tmp_path / "outputs" / "prefect"),
+    }
+    team = subprocess.Popen(
+        [sys.executable, "-c", LISTENER], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        first, second = (int(port) for port in team.stdout.readline().split())
+        wanted = [
+            (first, "the mlflow server", "--mlflow-port"),
+            (second, "the prefect server", "--prefect-port"),
+        ]
+        with pytest.raises(SettingsError) as error:
+            check_ports(wanted)
+        message = str(error.value)
+        holder = f"process {team.pid} (a server of `posttrain up` for {tmp_path}/outputs)"
+        assert f"{first}, meant for the mlflow server, by {holder}; {second}, meant for" in message
+        options = message.partition("choose other ports: ")[2].split()
+        assert options[::2] == ["--mlflow-port", "--prefect-port"]
+        free = {int(port) for port in options[1::2]}
+        assert len(free) == 2 and all(is_port_free(port) for port in free)
+        with pytest.raises(SettingsError, match=r"outputs.*; choose another port with --port N"):
+            check_port(first, "the training service", "--port N")
+    finally:
+        team.kill()
+        team.communicate()

@@ -288,6 +288,9 @@ def test_samples_are_the_newest_texts_with_their_rewards():
         "reward/length_function",
     ]
     assert samples["iteration"].tolist() == sorted(samples["iteration"], reverse=True)
+    assert samples["iteration"].max() == trainer.metrics().index[-1]  # both count from 1
+    header = repr(samples).replace("\\", " ").split()
+    assert all(name in header for name in samples)  # a script shows every column, too
     assert samples["reward"].tolist() == samples["reward/length_function"].tolist()
     assert len(trainer.samples(2)) == 2
 
@@ -340,5 +343,5 @@ def test_every_selection_of_samples_is_printed_without_control_characters():
 def test_samples_spread_over_an_iteration_and_start_with_the_newest():
     rows = [(i, build_trajectory(f"p{n}", "c", float(n))) for i in (1, 2) for n in range(6)]
     assert build_samples_frame(rows, 3)["prompt"].tolist() == ["p0", "p2", "p4"]
-    assert build_samples_frame(rows, 8)["iteration"].tolist() == [2] * 6 + [1] * 2
+    assert build_samples_frame(rows, 8)["iteration"].tolist() == [3] * 6 + [2] * 2
     assert len(build_samples_frame([], 3)) == 0 and build_samples_frame([], 3)._repr_html_()

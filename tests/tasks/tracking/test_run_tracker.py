@@ -21,6 +21,7 @@ from tasks.tracking.journal import (
     build_events_path,
     build_progress_path,
 )
+from tasks.tracking.replay import UndeliveredCounts, count_undelivered
 from tasks.tracking.store import TrackingStore
 
 
@@ -118,6 +119,19 @@ def test_everything_arrives(tracking, tmp_path):
     # sent copies are removed
     assert not list((build_events_path(stage.folder).parent / "files").iterdir())
     assert tracking.cost.foreground_seconds > 0 and tracking.cost.background_seconds > 0
+
+
+def test_readings_of_the_machine_may_stay_local(tracking, tmp_path):
+    for _ in range(2):  # the second run resumes the first
+        with tracking.start_run(
+            "r", tmp_path, system_metrics_seconds=0.05, delivers_system_metrics=False
+        ) as run:
+            run.log_metrics({"success_rate/policy": 0.5}, 0)
+            time.sleep(0.4)
+    names = [name for _, metrics in read_metrics(tmp_path) for name in metrics]
+    assert names.count("system/process_cpu_percentage") > 1
+    assert tracking.store.client.get_run(run.run_id).data.metrics == {"success_rate/policy": 0.5}
+    assert count_undelivered(tmp_path) == UndeliveredCounts()
 
 
 def test_a_resumed_run_is_the_same_run_without_gap_or_duplicate(tracking, tmp_path):

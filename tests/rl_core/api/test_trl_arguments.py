@@ -1,0 +1,59 @@
+"""Names of TRL in a script: each error says what it is here."""
+
+from __future__ import annotations
+
+import pytest
+
+import rl_core
+from rl_core.api import trl_arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("GRPOTrainer", r"a class of TRL; here it is rl_core\.grpo\(model, \.\.\.\)"),
+        ("SFTConfig", r"a class of TRL; here it is rl_core\.SFTSettings"),
+        ("KTOConfig", r"here it is rl_core\.PreferenceSettings\(loss='kto'\)"),
+        ("GRPO", "has no attribute 'GRPO'; known: "),
+        ("Trainerr", "did you mean 'Trainer'"),
+    ],
+)
+def test_classes_of_trl_are_explained(name, advice):
+    with pytest.raises(AttributeError, match=advice):
+        getattr(rl_core, name)
+
+
+def test_every_named_function_and_setting_exists():
+    for function, settings in trl_arguments._FUNCTIONS.values():
+        assert callable(getattr(rl_core, function))
+        assert eval(settings, vars(rl_core) | {settings.partition("(")[0]: _find_class(settings)})
+
+
+def _find_class(settings):
+    return getattr(rl_core, settings.partition("(")[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "message"),
+    [
+        (
+            "grpo",
+            "reward_funcs",
+            r"grpo\(\): 'reward_funcs' is an argument of TRL; here it is reward: a",
+        ),
+        ("grpo", "train_dataset", "here it is prompts: rows"),
+        ("sft", "train_dataset", "here it is data: rows"),
+        ("sft", "eval_dataset", "here it is heldout: rows"),
+        ("grpo", "eval_dataset", "here it is heldout_prompts: rows"),
+        ("dpo", "args", r"here it is settings, as in settings=\{'learning_rate': 1e-5\}"),
+        (
+            "reward_model",
+            "peft_config",
+            r"model=rl_core\.ModelSettings\(path=\.\.\., lora=\{'rank': 16\}\)",
+        ),
+        ("ppo", "outptu", "there is no argument 'outptu'; did you mean 'output'"),
+    ],
+)
+def test_arguments_of_trl_are_explained(function, argument, message):
+    with pytest.raises(TypeError, match=message):
+        getattr(rl_core, function)("model", **{argument: None})
