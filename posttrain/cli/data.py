@@ -349,7 +349,7 @@ def _format_duplicates(
     yield f"copies          {len(contents.copies)} rows are exact copies of earlier ones{copies}"
     yield f"prompts         {len(prompts)} distinct; {sum(prompts.values()) - len(prompts)} rows repeat one"
     if near and not is_datasketch_available():
-        yield "near copies     not searched: needs the package datasketch (pip install 'posttrain[data]')"
+        yield "near copies     not searched: needs the package datasketch (python -m posttrain.install --extras data)"
     elif near:
         duplicates = find_near_duplicates(texts, None, near)
         pairs = _format_row_pairs([(a, b) for a, b, _ in duplicates], contents.row_locations)

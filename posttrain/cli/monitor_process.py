@@ -32,7 +32,7 @@ def serve_monitor_page(output: Path, is_enabled: bool) -> Iterator[None]:
         return
     if importlib.util.find_spec("gradio") is None:
         raise SettingsError(
-            "--monitor: the live page needs Gradio: pip install 'posttrain[monitor]'"
+            "--monitor: the live page needs Gradio: python -m posttrain.install --extras monitor"
         )
     make_folder(output)
     process = start_child(

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0  # a first start creates databases
 STOP_SECONDS = 8.0  # grace period before the group is killed
 MAX_PORTS_TRIED = 100
-LIVE_PAGE_HINT = "the live page needs posttrain[monitor]: pip install 'posttrain[monitor]'"
+LIVE_PAGE_HINT = (
+    "the live page needs posttrain[monitor]: python -m posttrain.install --extras monitor"
+)
 
 PageName = Literal["live", "mlflow", "prefect"]
 

@@ -139,7 +139,7 @@ def build_app(reader: RunReader, run: str = "") -> Any:
         import gradio as gr
     except ImportError as error:
         raise SettingsError(
-            f"the live page needs Gradio ({error.name} is missing): pip install 'posttrain[monitor]'"
+            f"the live page needs Gradio ({error.name} is missing): python -m posttrain.install --extras monitor"
         ) from None
     from fastapi import FastAPI
 
@@ -253,7 +253,7 @@ def choose_page_port(preferred_port: int | None) -> int:
     """Return the port of the page; None = the default one. Raises: SettingsError if Gradio is not installed."""
     if importlib.util.find_spec("gradio") is None:
         raise SettingsError(
-            "--monitor: the live page needs Gradio: pip install 'posttrain[monitor]'"
+            "--monitor: the live page needs Gradio: python -m posttrain.install --extras monitor"
         )
     return preferred_port or DEFAULT_PORT
 

@@ -90,7 +90,7 @@ def prepare_databases(address: str) -> DatabaseAddresses:
     missing = [name for name in DRIVERS if importlib.util.find_spec(name) is None]
     if missing:
         raise SettingsError(
-            f"--database: {' and '.join(missing)} is not installed; pip install -c constraints.txt -e '.[postgres]'"
+            f"--database: {' and '.join(missing)} is not installed; python -m posttrain.install --extras postgres"
         )
     names = {tool: f"{url.database}_{tool}" for tool in ("prefect", "mlflow")}
     with _connect_to_server(url) as connection, connection.cursor() as cursor:

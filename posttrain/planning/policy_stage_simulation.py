@@ -89,7 +89,7 @@ def require_simpy() -> None:
     """Refuse to simulate without SimPy. Raises: SettingsError."""
     if importlib.util.find_spec("simpy") is None:
         raise SettingsError(
-            "--simulate: needs the package simpy: pip install 'posttrain[plan]' -c constraints.txt"
+            "--simulate: needs the package simpy: python -m posttrain.install --extras plan"
         )
 
 

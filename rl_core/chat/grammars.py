@@ -150,7 +150,7 @@ class GrammarCompiler:
         if not is_installed():
             raise ChatRequestError(
                 f"{param}: answers are restricted by the package 'llguidance', which the server lacks; install it "
-                f"there with: pip install 'posttrain[{EXTRA}]'",
+                f"there with: python -m posttrain.install --extras {EXTRA}",
                 param=param,
                 status=400,
             )

@@ -136,7 +136,7 @@ def find_near_duplicates(
         raise SettingsError(f"near: {min_similarity} must be above 0 and at most 1")
     if not is_datasketch_available():
         raise SettingsError(
-            "near duplicates need the package datasketch; pip install 'posttrain[data]'"
+            "near duplicates need the package datasketch; python -m posttrain.install --extras data"
         )
     from datasketch import MinHash, MinHashLSH
 

@@ -24,7 +24,8 @@ def require_package(package: str, environment: str, user: str | None = None) -> 
         extra = environment.replace("_", "-")
         subject = user or f"name: environment '{environment}'"
         raise SettingsError(
-            f"{subject} needs the package '{package}', which is not installed; pip install 'posttrain[{extra}]'"
+            f"{subject} needs the package '{package}', which is not installed; python -m posttrain.install --extras "
+            f"{extra}"
         )
 
 

@@ -293,7 +293,7 @@ def _import_gguf() -> Any:
         import gguf
     except ImportError:
         raise ModelError(
-            "GGUF files are written by the package gguf; install it with: pip install 'posttrain[gguf]'"
+            "GGUF files are written by the package gguf; install it with: python -m posttrain.install --extras gguf"
         ) from None
     return gguf
 

@@ -174,7 +174,7 @@ def _open_reader(file: Path) -> GGUFReader:
         from gguf import GGUFReader
     except ImportError:
         raise ModelError(
-            f"'{file}' is a GGUF file, which the package gguf reads; install it with: pip install 'posttrain[gguf]'"
+            f"'{file}' is a GGUF file, which the package gguf reads: python -m posttrain.install --extras gguf"
         ) from None
     try:
         return GGUFReader(file)

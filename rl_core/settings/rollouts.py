@@ -262,8 +262,8 @@ def check_ray_installed(
     """Raise SettingsError if Ray is not installed, without importing it. The arguments are for the message."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(
-            f"{key} needs the package ray ({RAY_VERSION} was tested): pip install 'posttrain[ray]' -c "
-            f"constraints.txt, or {alternative}"
+            f"{key} needs the package ray ({RAY_VERSION} was tested): python -m posttrain.install --extras ray, or "
+            f"{alternative}"
         )
 
 

@@ -63,7 +63,7 @@ class LoopOutcome:
         """Length and stop reason for the user: `142 iterations (success 98% over ten)`."""
         text = f"{self.iterations} iterations ({_STOP_REASON_TEXTS.get(self.stop_reason, self.stop_reason)})"
         if self.unmoved_iterations:
-            text += f", {self.unmoved_iterations} of which moved no weight"
+            text += f", of which {self.unmoved_iterations} changed no weight"
         return text
 
 

@@ -321,7 +321,7 @@ def _check_gguf_stage(settings: PipelineSettings, *, check_package: bool) -> Ite
     if settings.stages.gguf is None:
         return
     if check_package and importlib.util.find_spec("gguf") is None:
-        text = "the package gguf, which writes the file, is not installed: pip install 'posttrain[gguf]'"
+        text = "the package gguf, which writes the file, is not installed: python -m posttrain.install --extras gguf"
         yield _build_finding(("stages", "gguf"), text)
     problem = find_unwritable_model(settings.model)
     if problem is not None:

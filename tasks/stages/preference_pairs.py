@@ -333,7 +333,7 @@ def _sample_pairs_from_rollouts(data: Path | None, context: StageContext) -> Sta
     for name, part in zip(PAIR_FILES, sides, strict=True):
         _write_pair_texts(context.folder / name, part, policy.tokenizer)
     rollouts = max(1, groups_played * settings.group_size - failures.total)
-    guess_note = f", {guesses / rollouts:.1%} by guesses, which make no pair" if guesses else ""
+    guess_note = f", {guesses / rollouts:.1%} by guesses, which form no pair" if guesses else ""
     failure_note = f", {failures.total} failed ({FAILED_EPISODES})" if failures.total else ""
     return StagePairs(
         train=sides[0],

@@ -1,6 +1,6 @@
 """PPO of networks against stable-baselines3's PPO with the same hyperparameters: learning curves, steps per second.
 
-    pip install 'posttrain[gymnasium]' stable-baselines3
+    python -m posttrain.install --extras gymnasium stable-baselines3
     python tests/benchmarks/compare_networks.py --output DIR [--seeds 5] [--steps 100000] [--environment CartPole-v1]
 
 stable-baselines3 is no dependency of the project, so it is installed by hand. Both train in this process, on

@@ -185,7 +185,7 @@ def test_the_live_page_is_asked_at_its_only_address(tmp_path, monkeypatch):
 def test_without_gradio_one_line_says_what_the_live_page_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr(ui, "serve_web_pages", lambda *_, **options: print(options["pages"]))
-    hint = "posttrain: the live page needs posttrain[monitor]: pip install 'posttrain[monitor]'\n"
+    hint = "posttrain: the live page needs posttrain[monitor]: python -m posttrain.install --extras monitor\n"
     assert main(["ui", "--output", str(tmp_path)]) == 0
     assert capsys.readouterr() == ("['mlflow', 'prefect']\n", hint)
     assert main(["ui", "--live", "--mlflow", "--output", str(tmp_path)]) == 2

@@ -41,7 +41,7 @@ def test_a_missing_folder_a_file_and_an_unknown_run_are_refused(tmp_path, capsys
 def test_without_gradio_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert main(["ui", "--live", "--output", str(tmp_path)]) == 2
-    assert "pip install 'posttrain[monitor]'" in capsys.readouterr().err
+    assert "python -m posttrain.install --extras monitor" in capsys.readouterr().err
 
 
 def test_taken_port_gives_the_next_free_one():

@@ -44,7 +44,7 @@ def test_without_gradio_nothing_is_started(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(page_module.importlib.util, "find_spec", lambda name: None)
     assert main(["up", "--output", str(tmp_path / "out"), "--monitor"]) == 2
     assert (
-        "pip install 'posttrain[monitor]'" in capsys.readouterr().err
+        "python -m posttrain.install --extras monitor" in capsys.readouterr().err
         and not (tmp_path / "out").exists()
     )
 

@@ -426,7 +426,7 @@ def test_the_error_without_the_package_names_the_extra(tmp_path, wide_model, mon
     monkeypatch.setattr("rl_core.chat.grammars.is_installed", lambda: False)
     with running_server(tmp_path, wide_model, context=1000) as server:
         error = server.chat(response_format={"type": "json_object"}, status=400)["error"]
-        assert "pip install 'posttrain[structured]'" in error["message"]
+        assert "python -m posttrain.install --extras structured" in error["message"]
         assert error["param"] == "response_format"
         answer = server.chat(max_tokens=3, presence_penalty=1.0)
         assert read_choice(answer)["message"]["content"], "penalties need no package"

@@ -63,7 +63,7 @@ def test_an_iteration_whose_step_is_skipped_says_so():
     counts = [row.get("train/unmoved_iterations") for _, row in tracker.metrics]
     assert counts[:3] == [None, 1.0, 1.0]
     assert [message.startswith("no weight moved") for message in messages] == [False, True, False]
-    assert outcome.unmoved_iterations == 1 and "1 of which moved no weight" in outcome.ended
+    assert outcome.unmoved_iterations == 1 and "of which 1 changed no weight" in outcome.ended
 
 
 def test_a_run_whose_every_step_was_skipped_is_an_error_also_when_resumed(tmp_path):

@@ -29,7 +29,7 @@ def test_a_network_needs_its_package_and_settings_that_fit(monkeypatch):
     reported = list_problems(stages={"network": {}})
     assert (
         list(reported) == ["stages.network.environment"]
-        and "pip install 'posttrain[gymnasium]'" in reported.popitem()[1]
+        and "python -m posttrain.install --extras gymnasium" in reported.popitem()[1]
     )
     reported = list_problems(stages={"network": {"replay": 2, "eval_every": 0, "patience": 3}})
     assert sorted(reported) == [

@@ -201,7 +201,7 @@ def test_without_the_package_its_installation_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *package: None)
     assert list_problems() == {
         "stages.network.environment": "a network's environment needs the package 'gymnasium', which is not installed; "
-        "pip install 'posttrain[gymnasium]'"
+        "python -m posttrain.install --extras gymnasium"
     }
     with pytest.raises(
         SettingsError, match=r"environment: a network's environment needs the package 'gymnasium'"

@@ -158,7 +158,7 @@ def test_successes_by_guesses_that_make_no_pair_are_counted(build_pairs):
 
     pairs = build_pairs(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10)
     assert "50.0% succeeded" in pairs.note and "guesses" not in pairs.note
-    with pytest.raises(DataError, match=r"50\.0% succeeded, 50\.0% by guesses, which make no pair"):
+    with pytest.raises(DataError, match=r"50\.0% succeeded, 50\.0% by guesses, which form no pair"):
         build_pairs(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10, collect=guessed)
 
 
