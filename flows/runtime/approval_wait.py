@@ -165,9 +165,9 @@ def _build_pause_key(request: ApprovalRequest) -> str:
 def _build_approval_form(request: ApprovalRequest, tracking: Tracking) -> type[Approval]:
     # "" while the store is unreachable.
     review = tracking.format_run_reference(
-        request.stage_run_id, "`review/` in MLflow", tab="artifacts"
+        request.stage_run_id, "the files in MLflow", tab="artifacts"
     )
-    review = review or "`review/` in the MLflow run"
+    review = review or "the files in the folder review of the MLflow run"
     return Approval.with_initial_data(
         description=f"{request.summary}\n\nThe evidence is the artifact `...-promote` of this run, and {review}."
     )

@@ -209,7 +209,9 @@ def find_differing_settings(rows: Iterable[RunRow]) -> dict[str, dict[str, str]]
 def _describe_settings(settings: Mapping[str, str]) -> str:
     """Describe settings briefly by the last parts of their keys."""
     parts = [
-        f"{key.rpartition('.')[2]}={value[:24]}" for key, value in settings.items() if value != "-"
+        f"{key.rpartition('.')[2]}={value[:24]}"
+        for key, value in settings.items()
+        if value not in ("-", "{}")
     ]
     return ", ".join(parts[:_MAX_SHOWN_SETTINGS]) + (
         f" and {len(parts) - _MAX_SHOWN_SETTINGS} more" if len(parts) > _MAX_SHOWN_SETTINGS else ""

@@ -141,7 +141,7 @@ def test_the_form_decides_and_the_result_says_it(world, decision, state, became)
 
 @pytest.mark.parametrize(
     ("run", "evidence"),
-    [("stage", "[`review/` in MLflow](http://mlflow/stage/artifacts)."), ("", "`review/` in the ")],
+    [("stage", "[the files in MLflow](http://mlflow/stage/artifacts)."), ("", "the files in the ")],
 )
 def test_the_form_links_its_evidence(world, run, evidence):
     world.request = dataclasses.replace(world.request, stage_run_id=run)
