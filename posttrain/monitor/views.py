@@ -80,6 +80,7 @@ _DEFAULT_GROUPS = ("train", "reward", "policy")
 _HEADLINE_METRICS = (
     "train/success_rate",
     "eval/success_rate",
+    "eval/exploitability",
     "reward/mean",
     "train/accuracy",
     "train/loss",
