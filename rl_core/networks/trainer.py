@@ -17,7 +17,8 @@ import torch
 
 from rl_core.errors import SettingsError
 from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape
-from rl_core.networks.network_update import NetworkUpdate, StepBuffer, compute_policy_logprobs
+from rl_core.networks.network_update import NetworkUpdate, compute_policy_logprobs
+from rl_core.networks.step_buffer import StepBuffer
 from rl_core.networks.vector_environment import (
     NEXT_STEP,
     TEST_SEEDS,

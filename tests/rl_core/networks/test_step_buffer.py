@@ -7,7 +7,7 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.advantages import vtrace
 from rl_core.networks.actor_critic import ActionSpace
-from rl_core.networks.network_update import StepBuffer
+from rl_core.networks.step_buffer import StepBuffer
 from rl_core.networks.vector_environment import VectorStep
 
 
