@@ -111,66 +111,6 @@ def compute_single_layers(
     return outputs
 
 
-@dataclass(slots=True)
-class PairedStates:
-    """Values of one pass through both networks that its backward pass needs."""
-
-    inputs_BD: torch.Tensor
-    heads: tuple[torch.Tensor, torch.Tensor]  # weights of the last layers
-    states: list[torch.Tensor]  # [2, B, H] after each hidden layer
-    matrices: list[torch.Tensor]  # [2, H, H'] of the hidden layers after the first
-    activation: str
-
-
-def run_paired_forward(
-    inputs_BD: torch.Tensor,
-    first: Sequence[torch.Tensor],
-    second: Sequence[torch.Tensor],
-    activation: str,
-) -> tuple[torch.Tensor, torch.Tensor, PairedStates]:
-    """Compute the outputs of both networks, and what `run_paired_backward` needs; without gradients of autograd."""
-    states: list[torch.Tensor] = []
-    matrices: list[torch.Tensor] = []
-    activate_in_place = torch.tanh_ if activation == "tanh" else torch.relu_
-    for index in range(0, len(first) - 2, 2):
-        offset_21H = torch.stack((first[index + 1], second[index + 1]))[:, None]
-        matrix_2HH = torch.stack((first[index], second[index]))
-        previous = states[-1] if states else inputs_BD.expand(2, -1, -1)
-        sums_2BH = torch.baddbmm(offset_21H, previous, matrix_2HH.transpose(1, 2))
-        states.append(activate_in_place(sums_2BH))
-        if index:
-            matrices.append(matrix_2HH)
-    last = states[-1] if states else inputs_BD.expand(2, -1, -1)
-    first_outputs = torch.addmm(first[-1], last[0], first[-2].T)
-    second_outputs = torch.addmm(second[-1], last[1], second[-2].T)
-    saved = PairedStates(inputs_BD, (first[-2], second[-2]), states, matrices, activation)
-    return first_outputs, second_outputs, saved
-
-
-def run_paired_backward(
-    saved: PairedStates, gradients: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Compute the gradients of each network's weights and offsets from those of the two outputs."""
-    heads, states = saved.heads, saved.states
-    last = states[-1] if states else saved.inputs_BD.expand(2, -1, -1)
-    first, second = (
-        [gradient.T @ last[side], gradient.sum(0)] for side, gradient in enumerate(gradients)
-    )
-    if states:
-        back_2BH = torch.empty_like(states[-1])
-        for side in (0, 1):
-            torch.mm(gradients[side], heads[side], out=back_2BH[side])
-    for layer in range(len(states) - 1, -1, -1):
-        back_2BH = _apply_activation_gradient(back_2BH, states[layer], saved.activation)
-        previous = states[layer - 1] if layer else saved.inputs_BD.expand(2, -1, -1)
-        matrix_2HH, offset_2H = torch.bmm(back_2BH.transpose(1, 2), previous), back_2BH.sum(1)
-        first[:0] = [matrix_2HH[0], offset_2H[0]]
-        second[:0] = [matrix_2HH[1], offset_2H[1]]
-        if layer:
-            back_2BH = torch.bmm(back_2BH, saved.matrices[layer - 1])
-    return first, second
-
-
 class _PairedLayers(torch.autograd.Function):
     """Autograd function of two networks' linear layers, in pairs."""
 
@@ -178,22 +118,46 @@ class _PairedLayers(torch.autograd.Function):
     def forward(
         context: Any, inputs_BD: torch.Tensor, activation: str, count: int, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        first, second, saved = run_paired_forward(
-            inputs_BD, weights[:count], weights[count:], activation
-        )
-        context.save_for_backward(inputs_BD, *saved.heads, *saved.states, *saved.matrices)
-        context.activation, context.depth = activation, len(saved.states)
-        return first, second
+        first, second = weights[:count], weights[count:]
+        states: list[torch.Tensor] = []  # [2, B, H] after each hidden layer
+        matrices: list[torch.Tensor] = []  # [2, H, H'] of the hidden layers after the first
+        activate_in_place = torch.tanh_ if activation == "tanh" else torch.relu_
+        for index in range(0, count - 2, 2):
+            offset_21H = torch.stack((first[index + 1], second[index + 1]))[:, None]
+            matrix_2HH = torch.stack((first[index], second[index]))
+            previous = states[-1] if states else inputs_BD.expand(2, -1, -1)
+            sums_2BH = torch.baddbmm(offset_21H, previous, matrix_2HH.transpose(1, 2))
+            states.append(activate_in_place(sums_2BH))
+            if index:
+                matrices.append(matrix_2HH)
+        last = states[-1] if states else inputs_BD.expand(2, -1, -1)
+        context.save_for_backward(inputs_BD, first[-2], second[-2], *states, *matrices)
+        context.activation, context.depth = activation, len(states)
+        first_outputs = torch.addmm(first[-1], last[0], first[-2].T)
+        return first_outputs, torch.addmm(second[-1], last[1], second[-2].T)
 
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        inputs_BD, first_head, second_head, *layers = context.saved_tensors
-        states, matrices = layers[: context.depth], layers[context.depth :]
-        saved = PairedStates(
-            inputs_BD, (first_head, second_head), states, matrices, context.activation
-        )
-        first, second = run_paired_backward(saved, gradients)
-        return (None, None, None, *first, *second)
+        inputs_BD, *saved = context.saved_tensors
+        depth = context.depth
+        heads, states, matrices = saved[:2], saved[2 : 2 + depth], saved[2 + depth :]
+        last = states[-1] if states else inputs_BD.expand(2, -1, -1)
+        weight_gradients: list[list[torch.Tensor]] = [
+            [gradient.T @ last[side], gradient.sum(0)] for side, gradient in enumerate(gradients)
+        ]
+        if states:
+            back_2BH = torch.empty_like(states[-1])
+            for side in (0, 1):
+                torch.mm(gradients[side], heads[side], out=back_2BH[side])
+        for layer in range(depth - 1, -1, -1):
+            back_2BH = _apply_activation_gradient(back_2BH, states[layer], context.activation)
+            previous = states[layer - 1] if layer else inputs_BD.expand(2, -1, -1)
+            matrix_2HH, offset_2H = torch.bmm(back_2BH.transpose(1, 2), previous), back_2BH.sum(1)
+            for side in (0, 1):
+                weight_gradients[side][:0] = [matrix_2HH[side], offset_2H[side]]
+            if layer:
+                back_2BH = torch.bmm(back_2BH, matrices[layer - 1])
+        return (None, None, None, *weight_gradients[0], *weight_gradients[1])
 
 
 def _apply_activation_gradient(

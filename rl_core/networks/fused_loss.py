@@ -1,29 +1,26 @@
-"""PPO's loss of an actor-critic and its gradient in one pass, without autograd's bookkeeping.
+"""PPO's loss of an actor-critic and its gradient in one pass, in numpy.
 
-On networks this small an operation costs more than its arithmetic. Loss, metrics and gradients therefore come from one
-sequence of operations, with derivatives written out. `NetworkUpdate` composes the same loss from `rl_core.losses` where
-it must name a tensor that is not finite; a test compares the two.
+On networks this small an operation costs more than its arithmetic, and numpy's operations cost a third of torch's. The
+arrays are views of the weights, and the derivatives are written out. `NetworkUpdate` composes the same loss from
+`rl_core.losses` where it must name a tensor that is not finite; a test compares the two.
 
-Suffixes: M rows, A actions or numbers of an action; columns are M1, [M, 1].
+Suffixes: M rows, D numbers of an observation, H width of a hidden layer, A actions or numbers of an action; columns are
+M1, [M, 1].
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from rl_core.losses.kl import kl_k1, kl_k3
+from rl_core.losses.kl import K3_LIMIT
 from rl_core.losses.policy import LOG_RATIO_LIMIT
-from rl_core.networks.actor_critic import (
-    LOG_2PI,
-    ActorCritic,
-    PolicyNetwork,
-    run_paired_backward,
-    run_paired_forward,
-)
+from rl_core.networks.actor_critic import LOG_2PI, ActorCritic
 from rl_core.networks.step_buffer import NetworkBatch
 
 
@@ -38,157 +35,244 @@ class LossOptions:
     entropy_coef: float
 
 
-class _PrecomputedGradients(torch.autograd.Function):
-    """Autograd function that hands over gradients computed with the loss."""
+class NetworkArrays:
+    """The weights of an actor-critic as arrays that share their memory; valid while weights change in place only."""
 
-    @staticmethod
-    def forward(
-        context: Any, loss: float, gradients: list[torch.Tensor], *parameters: torch.Tensor
-    ) -> torch.Tensor:
-        context.gradients = gradients
-        return torch.tensor(loss)
+    def __init__(self, model: ActorCritic) -> None:
+        self.activation = model.shape.activation
+        self.is_discrete = model.shape.actions.is_discrete
+        policy, value = model.layer_weights
+        self.parameters: list[torch.Tensor] = [*policy, *value]
+        self.policy, self.value = (_view_arrays(weights) for weights in (policy, value))
+        self.log_std_A = np.zeros(0, np.float32)
+        if not self.is_discrete:
+            self.parameters.append(model.policy.log_std_A)
+            self.log_std_A = _view_arrays([model.policy.log_std_A])[0]
 
-    @staticmethod
-    def backward(context: Any, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = context.gradients
-        del context.gradients  # as the only owner, autograd stores them without a copy
-        if float(factor) != 1.0:
-            gradients = [gradient * factor for gradient in gradients]
-        return (None, None, *gradients)
+    def draw_actions(self, inputs_BD: np.ndarray, noise_BA: np.ndarray) -> np.ndarray:
+        """Sample actions for normalised observations, as `ActorCritic.act` does."""
+        outputs_BA = run_layers(inputs_BD, self.policy, self.activation)[0]
+        if self.is_discrete:
+            return np.argmax(outputs_BA + noise_BA, -1)
+        return outputs_BA + np.exp(self.log_std_A) * noise_BA
+
+
+class FusedLoss:
+    """A loss whose gradients are known: the part of a scalar tensor that an optimizer step uses."""
+
+    def __init__(
+        self, value: float, parameters: Sequence[torch.Tensor], gradients: Sequence[np.ndarray]
+    ) -> None:
+        self._value = value
+        self._parameters = parameters
+        self._gradients = gradients
+
+    def backward(self) -> None:
+        """Add the gradients to those of the parameters."""
+        for parameter, array in zip(self._parameters, self._gradients, strict=True):
+            gradient = torch.from_numpy(array)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def detach(self) -> torch.Tensor:
+        """Return the loss as a scalar tensor."""
+        return torch.tensor(self._value)
+
+
+def _view_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    return [tensor.detach().numpy() for tensor in tensors]
+
+
+def run_layers(
+    inputs_MD: np.ndarray, weights: Sequence[np.ndarray], activation: str
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Compute one network's outputs, [M, outputs], and the inputs of each of its layers."""
+    states = [inputs_MD]
+    for index in range(0, len(weights) - 2, 2):
+        state_MH = states[-1] @ weights[index].T
+        state_MH += weights[index + 1]
+        if activation == "tanh":
+            np.tanh(state_MH, out=state_MH)
+        else:
+            np.maximum(state_MH, 0.0, out=state_MH)
+        states.append(state_MH)
+    return states[-1] @ weights[-2].T + weights[-1], states
+
+
+def differentiate_layers(
+    gradient: np.ndarray,
+    states: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray],
+    activation: str,
+) -> list[np.ndarray]:
+    """Compute the gradients of one network's weights and offsets from that of its outputs, [M, outputs]."""
+    gradients: list[np.ndarray] = []
+    ones_M = np.ones(len(gradient), np.float32)
+    for layer in range(len(states) - 1, -1, -1):
+        gradients[:0] = [gradient.T @ states[layer], ones_M @ gradient]
+        if not layer:
+            break
+        gradient = gradient @ weights[2 * layer]
+        if activation == "tanh":
+            gradient *= 1.0 - states[layer] * states[layer]
+        else:
+            gradient *= states[layer] > 0
+    return gradients
 
 
 def compute_fused_loss(
-    model: ActorCritic, batch: NetworkBatch, options: LossOptions
-) -> tuple[torch.Tensor, dict[str, float]] | None:
-    """Compute the loss of `NetworkUpdate` and its metrics; `backward` may be called once.
+    arrays: NetworkArrays, batch: NetworkBatch, options: LossOptions
+) -> tuple[FusedLoss, dict[str, float]] | None:
+    """Compute the loss of `NetworkUpdate` and its metrics.
 
+    Args:
+        batch: with normalised observations.
     Returns: None if the loss is not finite.
     """
-    with torch.no_grad():
-        inputs_MD = model.normalised(batch.observations_MD)
-        outputs_MA, values_M1, saved = run_paired_forward(
-            inputs_MD, *model.layer_weights, model.shape.activation
+    observations_MD, actions, old_M1, advantages_M1, targets_M1, values_M1 = (
+        getattr(batch, name).numpy() for name in batch.__dataclass_fields__
+    )
+    outputs_MA, policy_states = run_layers(observations_MD, arrays.policy, arrays.activation)
+    predicted_M1, value_states = run_layers(observations_MD, arrays.value, arrays.activation)
+    scores: _CategoricalScores | _GaussianScores
+    if arrays.is_discrete:
+        scores = _CategoricalScores(outputs_MA, actions)
+    else:
+        scores = _GaussianScores(outputs_MA, actions, arrays.log_std_A)
+    columns: dict[str, np.ndarray] = {}
+    with np.errstate(all="ignore"):  # what is not finite is found in the sum
+        gradient_M1 = _add_policy_terms(
+            columns, scores.logprobs_M1, old_M1, advantages_M1, options
         )
-        evaluate = _evaluate_discrete if model.shape.actions.is_discrete else _evaluate_gaussian
-        logprobs_M1, entropies_M1, differentiate = evaluate(model.policy, outputs_MA, batch.actions)
-        columns = {"entropy": entropies_M1} if options.entropy_coef > 0 else {}
-        logprob_gradient_M1, ratio_M1 = _compute_policy_terms(
-            logprobs_M1, batch, options, columns
-        )
-        value_gradient_M1 = _compute_value_terms(values_M1, batch, options, columns)
-        sums = torch.cat(list(columns.values()), 1).sum(0).tolist()
-        means = {name: total / options.num_rows for name, total in zip(columns, sums, strict=True)}
-        loss = means["policy/loss"] + options.value_coef * means["value/loss"]
-        if "entropy" in means:
-            means["policy/entropy"] = means.pop("entropy")
-            loss -= options.entropy_coef * means["policy/entropy"]
-        if not math.isfinite(loss):
-            return None
-        outputs_gradient_MA, policy_gradients = differentiate(
-            logprob_gradient_M1, options.entropy_coef / options.num_rows
-        )
-        policy, value = run_paired_backward(saved, (outputs_gradient_MA, value_gradient_M1))
-    low, high = means["policy/clip_fraction_low"], means["policy/clip_fraction_high"]
-    metrics = {**means, "policy/clip_fraction": low + high}
-    metrics["policy/ratio_max"] = float(ratio_M1.max())
-    parameters = [*model.layer_weights[0], *model.layer_weights[1]]
-    gradients = [*policy, *value]
-    if policy_gradients:
-        parameters.append(model.policy.log_std_A)
-        gradients += policy_gradients
-    function: Any = _PrecomputedGradients  # torch's `apply` has no types
-    return function.apply(loss, gradients, *parameters), metrics
+        value_gradient_M1 = _add_value_terms(columns, predicted_M1, targets_M1, values_M1, options)
+        entropy_weight = options.entropy_coef / options.num_rows
+        if options.entropy_coef > 0:
+            columns["policy/entropy"] = scores.compute_entropies()
+        sums = np.add.reduce(np.concatenate(list(columns.values()), 1), 0).tolist()
+    metrics = {name: total / options.num_rows for name, total in zip(columns, sums, strict=True)}
+    loss = metrics["policy/loss"] + options.value_coef * metrics["value/loss"]
+    if options.entropy_coef > 0:
+        loss -= options.entropy_coef * metrics["policy/entropy"]
+    if not math.isfinite(loss):
+        return None
+    low, high = metrics["policy/clip_fraction_low"], metrics["policy/clip_fraction_high"]
+    metrics["policy/clip_fraction"] = low + high
+    metrics["policy/ratio_max"] = float(columns["policy/ratio_mean"].max())
+    outputs_gradient_MA, extra = scores.differentiate(gradient_M1, entropy_weight)
+    gradients = differentiate_layers(
+        outputs_gradient_MA, policy_states, arrays.policy, arrays.activation
+    )
+    gradients += differentiate_layers(
+        value_gradient_M1, value_states, arrays.value, arrays.activation
+    )
+    return FusedLoss(loss, arrays.parameters, [*gradients, *extra]), metrics
 
 
-def _evaluate_discrete(
-    policy: PolicyNetwork, outputs_MA: torch.Tensor, actions_M: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Evaluate a categorical policy: log-probabilities, entropies and their derivative by the logits."""
-    all_logprobs_MA = outputs_MA.log_softmax(-1)
-    probabilities_MA = all_logprobs_MA.exp()
-    actions_M1 = actions_M[:, None]
-    entropies_M1 = -(probabilities_MA * all_logprobs_MA).sum(1, keepdim=True)
+class _CategoricalScores:
+    """Log-probabilities and entropies of a categorical policy, and their derivatives by the logits."""
+
+    def __init__(self, logits_MA: np.ndarray, actions_M: np.ndarray) -> None:
+        shifted_MA = logits_MA - logits_MA.max(1, keepdims=True)
+        exponentials_MA = np.exp(shifted_MA)
+        sums_M1 = exponentials_MA.sum(1, keepdims=True)
+        self._logprobs_MA = shifted_MA - np.log(sums_M1)
+        self._probabilities_MA = exponentials_MA / sums_M1
+        self._positions = (np.arange(len(actions_M)), actions_M)
+        self.logprobs_M1 = self._logprobs_MA[self._positions][:, None]
+
+    def compute_entropies(self) -> np.ndarray:
+        """Compute entropies [M, 1]."""
+        return -(self._probabilities_MA * self._logprobs_MA).sum(1, keepdims=True)
 
     def differentiate(
-        logprob_gradient_M1: torch.Tensor, entropy_weight: float
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, gradient_M1: np.ndarray, entropy_weight: float
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return dL / d logits, from dL / d log p of the actions and the weight of the entropies' sum."""
         # d log p(a) / d logits = onehot(a) - p; dH / d logits = -p (log p + H)
-        gradient_MA = probabilities_MA * -logprob_gradient_M1
-        gradient_MA.scatter_add_(1, actions_M1, logprob_gradient_M1)
+        gradient_MA = self._probabilities_MA * -gradient_M1
+        gradient_MA[self._positions] += gradient_M1[:, 0]
         if entropy_weight > 0:
-            gradient_MA.addcmul_(
-                probabilities_MA, all_logprobs_MA + entropies_M1, value=entropy_weight
-            )
+            surprise_MA = self._logprobs_MA + self.compute_entropies()
+            gradient_MA += entropy_weight * self._probabilities_MA * surprise_MA
         return gradient_MA, []
 
-    return all_logprobs_MA.gather(1, actions_M1), entropies_M1, differentiate
 
+class _GaussianScores:
+    """Log-densities and entropies of a Gaussian policy, and their derivatives by means and log deviations."""
 
-def _evaluate_gaussian(
-    policy: PolicyNetwork, outputs_MA: torch.Tensor, actions_MA: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Evaluate a Gaussian policy: log-densities, entropies and their derivative by means and log deviations."""
-    log_std_A = policy.log_std_A
-    inverse_A = (-log_std_A).exp()
-    scaled_MA = (actions_MA - outputs_MA) * inverse_A
-    squares_MA = scaled_MA.square()
-    logprobs_M1 = -(0.5 * squares_MA + (log_std_A + 0.5 * LOG_2PI)).sum(1, keepdim=True)
-    entropy = (log_std_A + 0.5 * (1 + LOG_2PI)).sum()
+    def __init__(self, means_MA: np.ndarray, actions_MA: np.ndarray, log_std_A: np.ndarray) -> None:
+        self._log_std_A, self._inverse_A = log_std_A, np.exp(-log_std_A)
+        self._scaled_MA = (actions_MA - means_MA) * self._inverse_A
+        self._squares_MA = self._scaled_MA * self._scaled_MA
+        constants_A = log_std_A + np.float32(0.5 * LOG_2PI)
+        self.logprobs_M1 = -(0.5 * self._squares_MA + constants_A).sum(1, keepdims=True)
+
+    def compute_entropies(self) -> np.ndarray:
+        """Compute entropies [M, 1]."""
+        entropy = (self._log_std_A + np.float32(0.5 * (1 + LOG_2PI))).sum()
+        return np.full_like(self.logprobs_M1, entropy)
 
     def differentiate(
-        logprob_gradient_M1: torch.Tensor, entropy_weight: float
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        self, gradient_M1: np.ndarray, entropy_weight: float
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return dL / d means and [dL / d log deviations]; arguments as of the categorical policy."""
         # with z = (a - m) / s: d log p / d m = z / s, d log p / d log s = z^2 - 1, dH / d log s = 1
-        gradient_A = (squares_MA - 1.0).mul_(logprob_gradient_M1).sum(0)
-        gradient_A -= entropy_weight * len(outputs_MA)
-        return scaled_MA * logprob_gradient_M1 * inverse_A, [gradient_A]
-
-    return logprobs_M1, entropy.expand(len(outputs_MA), 1), differentiate
+        gradient_A = ((self._squares_MA - 1.0) * gradient_M1).sum(0)
+        gradient_A -= np.float32(entropy_weight * len(gradient_M1))
+        return self._scaled_MA * gradient_M1 * self._inverse_A, [gradient_A]
 
 
-def _compute_policy_terms(
-    logprobs_M1: torch.Tensor,
-    batch: NetworkBatch,
+def _add_policy_terms(
+    columns: dict[str, np.ndarray],
+    logprobs_M1: np.ndarray,
+    old_logprobs_M1: np.ndarray,
+    advantages_M1: np.ndarray,
     options: LossOptions,
-    columns: dict[str, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the terms of `rl_core.losses.policy.clipped_policy_loss`; return dL / d log-probability, and the ratio."""
+) -> np.ndarray:
+    """Add the terms of `rl_core.losses.policy.clipped_policy_loss`; return dL / d log-probability."""
     low, high = 1 - options.clip_eps, 1 + options.clip_eps
-    costs_M1 = -batch.advantages_M1
-    log_ratio_M1 = logprobs_M1 - batch.old_logprobs_M1
-    ratio_M1 = log_ratio_M1.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp_()
-    unclipped_M1 = ratio_M1 * costs_M1
-    columns["policy/loss"] = torch.maximum(unclipped_M1, ratio_M1.clamp(low, high) * costs_M1)
+    difference_M1 = logprobs_M1 - old_logprobs_M1
+    ratio_M1 = np.exp(_clip_array(difference_M1, LOG_RATIO_LIMIT))
+    unclipped_M1 = ratio_M1 * -advantages_M1
+    clipped_M1 = np.minimum(np.maximum(ratio_M1, low), high) * -advantages_M1
     # The clip zeroes the gradient where it makes the loss larger.
-    is_low_M1 = (ratio_M1 < low) & (costs_M1 > 0)
-    is_high_M1 = (ratio_M1 > high) & (costs_M1 < 0)
+    is_low_M1 = (ratio_M1 < low) & (advantages_M1 < 0)
+    is_high_M1 = (ratio_M1 > high) & (advantages_M1 > 0)
+    is_constant_M1 = is_low_M1 | is_high_M1 | (np.abs(difference_M1) > LOG_RATIO_LIMIT)
+    columns["policy/loss"] = np.maximum(unclipped_M1, clipped_M1)
     columns["policy/clip_fraction_low"], columns["policy/clip_fraction_high"] = is_low_M1, is_high_M1
     columns["policy/ratio_mean"] = ratio_M1
-    columns["policy/update_kl"] = kl_k3(batch.old_logprobs_M1, logprobs_M1)
-    columns["policy/update_kl_k1"] = kl_k1(batch.old_logprobs_M1, logprobs_M1)
-    is_constant_M1 = is_low_M1 | is_high_M1 | (log_ratio_M1.abs() > LOG_RATIO_LIMIT)
-    gradient_M1 = unclipped_M1.masked_fill_(is_constant_M1, 0.0).div_(options.num_rows)
-    return gradient_M1, ratio_M1
+    # k1 and k3 of KL(old || current)
+    bounded_M1 = _clip_array(difference_M1, K3_LIMIT)
+    columns["policy/update_kl"] = np.expm1(bounded_M1) - bounded_M1
+    columns["policy/update_kl_k1"] = -difference_M1
+    return np.where(is_constant_M1, np.float32(0.0), unclipped_M1 / np.float32(options.num_rows))
 
 
-def _compute_value_terms(
-    values_M1: torch.Tensor,
-    batch: NetworkBatch,
+def _clip_array(values: np.ndarray, limit: float) -> np.ndarray:
+    """Clip to +-limit; faster than `np.clip` on small arrays."""
+    bounded: Any = np.minimum(np.maximum(values, -limit), limit)
+    return bounded
+
+
+def _add_value_terms(
+    columns: dict[str, np.ndarray],
+    values_M1: np.ndarray,
+    targets_M1: np.ndarray,
+    old_values_M1: np.ndarray,
     options: LossOptions,
-    columns: dict[str, torch.Tensor],
-) -> torch.Tensor:
+) -> np.ndarray:
     """Add the terms of `rl_core.losses.value.value_loss`; return dL / d value."""
-    errors_M1 = values_M1 - batch.targets_M1
-    squares_M1 = errors_M1.square()
-    columns["value/loss"] = 0.5 * squares_M1
-    columns["value/clip_fraction"] = torch.zeros_like(squares_M1)
+    errors_M1 = values_M1 - targets_M1
+    squares_M1 = errors_M1 * errors_M1
+    is_clipped_M1 = np.zeros(squares_M1.shape, bool)
     if options.value_clip_eps is not None:
-        moved_M1 = values_M1 - batch.values_M1
-        limit = options.value_clip_eps
-        bounded_errors_M1 = batch.values_M1 + moved_M1.clamp(-limit, limit) - batch.targets_M1
-        bounded_squares_M1 = bounded_errors_M1.square()
+        moved_M1 = values_M1 - old_values_M1
+        bounded_M1 = old_values_M1 + _clip_array(moved_M1, options.value_clip_eps) - targets_M1
+        bounded_squares_M1 = bounded_M1 * bounded_M1
         is_clipped_M1 = bounded_squares_M1 > squares_M1
-        columns["value/loss"] = 0.5 * torch.maximum(squares_M1, bounded_squares_M1)
-        columns["value/clip_fraction"] = is_clipped_M1
-        errors_M1 = errors_M1.masked_fill(is_clipped_M1 & (moved_M1.abs() > limit), 0.0)
-    return errors_M1 * (options.value_coef / options.num_rows)
+        squares_M1 = np.maximum(squares_M1, bounded_squares_M1)
+        is_constant_M1 = is_clipped_M1 & (np.abs(moved_M1) > options.value_clip_eps)
+        errors_M1 = np.where(is_constant_M1, np.float32(0.0), errors_M1)
+    columns["value/loss"] = np.float32(0.5) * squares_M1
+    columns["value/clip_fraction"] = is_clipped_M1
+    return errors_M1 * np.float32(options.value_coef / options.num_rows)

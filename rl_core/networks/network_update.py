@@ -5,6 +5,7 @@ Suffixes: M rows, D numbers of an observation, A actions or numbers of an action
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,14 @@ from rl_core.losses.policy import clipped_policy_loss
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import explained_variance, value_loss
 from rl_core.networks.actor_critic import ActorCritic
-from rl_core.networks.fused_loss import LossOptions, compute_fused_loss
+from rl_core.networks.fused_loss import LossOptions, NetworkArrays, compute_fused_loss
 from rl_core.networks.step_buffer import BATCH_FIELDS, NetworkBatch, StepBuffer
 from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
 from rl_core.settings import NetworkSettings
 from rl_core.timing import span
-from rl_core.training.optimizer_step import OptimizerStep
+from rl_core.training.optimizer_step import Loss, OptimizerStep
+
+WHITENING_EPSILON = 1e-8
 
 class NetworkUpdate:
     """One iteration's optimizer steps on the steps of the buffers.
@@ -43,6 +46,7 @@ class NetworkUpdate:
         self.optimizer_step = optimizer_step
         self.settings = settings
         self.buffers = buffers
+        self._arrays = NetworkArrays(model)
         self._entropies: list[torch.Tensor] = []  # of the policy before the first optimizer step
         self.num_rows = 1  # of the current optimizer step, the denominator of its losses
         self._mask_M1: torch.Tensor | None = None  # of the newest micro-batch; most are of one size
@@ -53,6 +57,7 @@ class NetworkUpdate:
         with span("measure"):
             rows = self._build_rows()
         metrics = self._compute_metrics(rows)
+        rows.observations_MD = self.model.normalised(rows.observations_MD)
         if settings.normalise_advantages == "iteration" or self._is_one_minibatch:
             rows.advantages_M1 = whiten_advantages(rows.advantages_M1)
         step_metrics: list[dict[str, float]] = []
@@ -119,12 +124,14 @@ class NetworkUpdate:
         """Split the rows into the optimizer steps of one pass, in random order; in order if there is a single step."""
         if self.settings.minibatches == 1:
             return [rows]
-        order = torch.from_numpy(rng.permutation(len(rows.advantages_M1)))
-        minibatches = [
-            rows.select_rows(indices)
-            for indices in order.tensor_split(self.settings.minibatches)
-            if len(indices)
-        ]
+        count = len(rows.advantages_M1)
+        shuffled = rows.select_rows(torch.from_numpy(rng.permutation(count)))
+        smallest, num_larger = divmod(count, self.settings.minibatches)
+        minibatches, start = [], 0
+        for index in range(min(count, self.settings.minibatches)):
+            stop = start + smallest + (index < num_larger)
+            minibatches.append(shuffled.select_rows(slice(start, stop)))
+            start = stop
         if self.settings.normalise_advantages == "minibatch":
             for minibatch in minibatches:
                 minibatch.advantages_M1 = whiten_advantages(minibatch.advantages_M1)
@@ -146,8 +153,12 @@ class NetworkUpdate:
         ]
         return self.optimizer_step.run_step(batches, self.compute_loss)
 
-    def compute_loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Compute the loss of one micro-batch over the rows of the optimizer step; metrics are per row."""
+    def compute_loss(self, batch: NetworkBatch) -> tuple[Loss, dict[str, Any]]:
+        """Compute the loss of one micro-batch over the rows of the optimizer step; metrics are per row.
+
+        Args:
+            batch: with normalised observations, as in `compose_loss`.
+        """
         settings = self.settings
         options = LossOptions(
             self.num_rows,
@@ -156,13 +167,14 @@ class NetworkUpdate:
             settings.value_coef,
             settings.entropy_coef,
         )
-        fused = compute_fused_loss(self.model, batch, options)
+        fused = compute_fused_loss(self._arrays, batch, options)
         return self.compose_loss(batch) if fused is None else fused
 
     def compose_loss(self, batch: NetworkBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the same loss from `rl_core.losses`, which name the tensor that is not finite."""
         settings, count = self.settings, self.num_rows
-        outputs_MA, values_M1 = self.model.outputs_and_values(batch.observations_MD)
+        outputs_MA = self.model.policy(batch.observations_MD)
+        values_M1 = self.model.value(batch.observations_MD)[:, None]
         logprobs_M1 = self.model.policy.logprob_column(outputs_MA, batch.actions)
         if self._mask_M1 is None or len(self._mask_M1) != len(logprobs_M1):
             self._mask_M1 = build_full_mask(len(logprobs_M1), 1)
@@ -241,5 +253,11 @@ def compute_policy_logprobs(
 
 
 def whiten_advantages(advantages_M1: torch.Tensor) -> torch.Tensor:
-    """Scale advantages to mean 0 and variance 1."""
-    return masked_whiten(advantages_M1, build_full_mask(len(advantages_M1), 1))
+    """Scale advantages to mean 0 and variance 1, as `masked_whiten`. Raises: NonFiniteTensor, DataError."""
+    values_M1 = advantages_M1.numpy()
+    centered_M1 = values_M1 - values_M1.mean()
+    squares = float(np.vdot(centered_M1, centered_M1))
+    if len(values_M1) < 2 or not math.isfinite(squares):
+        return masked_whiten(advantages_M1, build_full_mask(len(advantages_M1), 1))
+    scale = 1.0 / math.sqrt(squares / (len(values_M1) - 1) + WHITENING_EPSILON)
+    return torch.from_numpy(centered_M1 * np.float32(scale))

@@ -17,6 +17,7 @@ import torch
 
 from rl_core.errors import SettingsError
 from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape
+from rl_core.networks.fused_loss import NetworkArrays
 from rl_core.networks.network_update import NetworkUpdate, compute_policy_logprobs
 from rl_core.networks.step_buffer import StepBuffer
 from rl_core.networks.vector_environment import (
@@ -254,11 +255,15 @@ class NetworkTrainer:
         environment, action_space = self.environment, self.environment.actions
         steps, size = buffer.shape
         noise = draw_action_noise(self._rng, steps * size, action_space)
-        noise_TNA = torch.from_numpy(noise).view(steps, size, -1)
+        noise_TNA = noise.reshape(steps, size, -1)
+        arrays = NetworkArrays(self.model)
         num_episodes = 0
         for noise_NA in noise_TNA:
             observations_ND = environment.observations_ND
-            actions = self.model.act(torch.from_numpy(observations_ND), noise_NA).numpy()
+            inputs_ND = observations_ND
+            if self.model.statistics is not None:
+                inputs_ND = self.model.normalised(torch.from_numpy(observations_ND)).numpy()
+            actions = arrays.draw_actions(inputs_ND, noise_NA)
             step = environment.step(actions)
             buffer.add_step(observations_ND, actions, step)
             ended = list(zip(*environment.pop_ended_episodes(step), strict=True))

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -59,7 +59,19 @@ from rl_core.training.performance_metrics import count_step_flops, read_sequence
 from rl_core.training.sharded_step import ShardedModel, unwrap_dummy
 
 Batch = TypeVar("Batch")
-LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
+
+
+class Loss(Protocol):
+    """The part of a scalar tensor that a step uses; a loss may bring gradients of its own."""
+
+    def backward(self) -> None:
+        """Add the gradients to those of the parameters."""
+
+    def detach(self) -> torch.Tensor:
+        """Return the value as a scalar tensor."""
+
+
+LossFn = Callable[[Batch], tuple[Loss, Mapping[str, Any]]]
 CLIP_MARGIN = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
 
 logger = logging.getLogger(__name__)
