@@ -20,13 +20,14 @@ from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import explained_variance, value_loss
 from rl_core.networks.actor_critic import ActorCritic
 from rl_core.networks.fused_loss import LossOptions, NetworkArrays, compute_fused_loss
-from rl_core.networks.step_buffer import BATCH_FIELDS, NetworkBatch, StepBuffer
+from rl_core.networks.step_buffer import BATCH_FIELDS, NetworkBatch, RewardStatistics, StepBuffer
 from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
 from rl_core.settings import NetworkSettings
 from rl_core.timing import span
 from rl_core.training.optimizer_step import Loss, OptimizerStep
 
 WHITENING_EPSILON = 1e-8
+MIN_CLIP_EPS = 1e-6  # a clip range must be above 0
 
 class NetworkUpdate:
     """One iteration's optimizer steps on the steps of the buffers.
@@ -40,12 +41,22 @@ class NetworkUpdate:
         optimizer_step: OptimizerStep,
         settings: NetworkSettings,
         buffers: Sequence[StepBuffer],
+        reward_statistics: RewardStatistics | None = None,
     ) -> None:
-        """Store the parts. `buffers`: of this iteration first, then of earlier ones (`replay`)."""
+        """Store the parts.
+
+        Args:
+            buffers: of this iteration first, then of earlier ones (`replay`).
+            reward_statistics: normalise the rewards; None = they stay as they are.
+        """
         self.model = model
         self.optimizer_step = optimizer_step
         self.settings = settings
         self.buffers = buffers
+        self.reward_statistics = reward_statistics
+        self.clip_eps = compute_clip_eps(
+            settings, optimizer_step.num_steps, optimizer_step.total_steps
+        )
         self._arrays = NetworkArrays(model)
         self._entropies: list[torch.Tensor] = []  # of the policy before the first optimizer step
         self.num_rows = 1  # of the current optimizer step, the denominator of its losses
@@ -65,6 +76,8 @@ class NetworkUpdate:
             minibatches = self._split_into_minibatches(rows, rng)
             step_metrics += [self._run_optimizer_step(minibatch) for minibatch in minibatches]
         metrics |= aggregate_step_metrics(step_metrics)
+        if settings.clip_schedule != "constant":
+            metrics["train/clip_eps"] = self.clip_eps
         metrics["train/skipped_steps"] = float(self.optimizer_step.skipped_steps)
         if settings.desired_kl is not None:
             last_pass = aggregate_step_metrics(step_metrics[-settings.minibatches :])
@@ -96,6 +109,7 @@ class NetworkUpdate:
             gamma=settings.gamma,
             trace_lambda=settings.gae_lambda,
             reward_scale=settings.reward_scale,
+            reward_statistics=self.reward_statistics,
             ratios_M=ratios_M,
             rho_cap=settings.vtrace_rho,
             c_cap=settings.vtrace_c,
@@ -162,7 +176,7 @@ class NetworkUpdate:
         settings = self.settings
         options = LossOptions(
             self.num_rows,
-            settings.clip_eps,
+            self.clip_eps,
             settings.value_clip_eps,
             settings.value_coef,
             settings.entropy_coef,
@@ -185,7 +199,7 @@ class NetworkUpdate:
             batch.advantages_M1,
             mask_M1,
             num_loss_tokens=count,
-            clip_eps=settings.clip_eps,
+            clip_eps=self.clip_eps,
         )
         value, value_metrics = value_loss(
             values_M1,
@@ -219,6 +233,18 @@ class NetworkUpdate:
                 low=settings.learning_rate_low / settings.learning_rate,
                 high=settings.learning_rate_high / settings.learning_rate,
             )
+
+
+def compute_clip_eps(settings: NetworkSettings, step: int, total_steps: int) -> float:
+    """Compute the clip range of the iteration whose first optimizer step is number `step` (0 = the first).
+
+    linear: falls from clip_eps towards min_clip_ratio * clip_eps, which it would reach at step `total_steps`.
+    """
+    if settings.clip_schedule == "constant":
+        return settings.clip_eps
+    left = 1.0 - min(1.0, step / max(1, total_steps))
+    ratio = settings.min_clip_ratio
+    return max(settings.clip_eps * (ratio + (1.0 - ratio) * left), MIN_CLIP_EPS)
 
 
 def adapt_learning_rate_scale(

@@ -7,6 +7,7 @@ E segments of episodes within the buffer, L steps of the longest segment. M1 is 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.losses.advantages import gae, vtrace
-from rl_core.networks.actor_critic import ActionSpace
+from rl_core.networks.actor_critic import MAX_DEVIATIONS, VARIANCE_EPSILON, ActionSpace
 from rl_core.networks.vector_environment import VectorStep
 
 ValueFunction = Callable[[torch.Tensor], torch.Tensor]  # observations [B, D] to values [B]
@@ -40,6 +41,63 @@ class EpisodeSegments:
     def flatten_table(self, table_EL: torch.Tensor) -> torch.Tensor:
         """Flatten a table [E, L] to [M]."""
         return table_EL[self.rows_M, self.columns_M]
+
+
+class RewardStatistics:
+    """Scale of rewards: the running deviation of their discounted sum within each environment's episode.
+
+    The sum is s = r + gamma s', s' that of the episode's previous step. Rewards are divided by its standard deviation
+    over all steps so far and clipped to +-10; their sign and zero stay. Source: Engstrom et al. 2020,
+    arXiv:2005.12729, section 3 (reward scaling).
+    """
+
+    def __init__(self, environments: int, gamma: float) -> None:
+        self.gamma = gamma
+        self.sums_N = np.zeros(environments)
+        self.count, self.mean, self.squares = 0, 0.0, 0.0  # squares: sum of squared deviations
+
+    def update(self, buffer: StepBuffer) -> None:
+        """Add the steps of a full buffer, which follow those of the buffer before."""
+        sums_TN = np.zeros(buffer.shape)
+        ended_TN = buffer.terminated | buffer.truncated
+        for time, (rewards_N, is_action_N) in enumerate(
+            zip(buffer.rewards, buffer.is_action, strict=True)
+        ):
+            self.sums_N = np.where(is_action_N, rewards_N + self.gamma * self.sums_N, 0.0)
+            sums_TN[time] = self.sums_N
+            self.sums_N = np.where(ended_TN[time], 0.0, self.sums_N)
+        sums_M = sums_TN[buffer.is_action]
+        num_rows, mean = len(sums_M), float(sums_M.mean())
+        total, difference = self.count + num_rows, mean - self.mean
+        self.squares += float(np.square(sums_M - mean).sum())
+        self.squares += difference * difference * self.count * num_rows / total
+        self.mean += difference * num_rows / total
+        self.count = total
+
+    def reset_sums(self) -> None:
+        """Forget the episodes in play, which are not continued."""
+        self.sums_N = np.zeros_like(self.sums_N)
+
+    def normalise(self, rewards_M: torch.Tensor) -> torch.Tensor:
+        """Compute r / sqrt(variance + 1e-8), clipped; unchanged before the first update."""
+        if not self.count:
+            return rewards_M
+        deviation = math.sqrt(self.squares / self.count + VARIANCE_EPSILON)
+        return (rewards_M / deviation).clamp(-MAX_DEVIATIONS, MAX_DEVIATIONS)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistics, and the sums of the episodes in play."""
+        return {
+            "sums": self.sums_N.copy(),
+            "count": self.count,
+            "mean": self.mean,
+            "squares": self.squares,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict`."""
+        self.sums_N = np.array(state["sums"])
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
 class StepBuffer:
@@ -119,6 +177,7 @@ class StepBuffer:
         gamma: float,
         trace_lambda: float,
         reward_scale: float = 1.0,
+        reward_statistics: RewardStatistics | None = None,
         ratios_M: torch.Tensor | None = None,
         rho_cap: float = 1.0,
         c_cap: float = 1.0,
@@ -129,6 +188,8 @@ class StepBuffer:
         its last action led to; the value after a terminal state is 0.
 
         Args:
+            reward_scale: factor of the rewards.
+            reward_statistics: normalise the rewards before; None = they stay as they are.
             ratios_M: probability of each action under the current policy over that of the policy that acted: V-trace.
                 None = the steps are from the current policy: GAE.
         """
@@ -136,7 +197,10 @@ class StepBuffer:
         values_M = values(self.read_real_steps("observations"))
         alive_E = ~self.read_real_steps("terminated")[segments.last_E]
         bootstrap_E = values(self.read_real_steps("after")[segments.last_E]) * alive_E
-        rewards_M = self.read_real_steps("rewards") * reward_scale
+        rewards_M = self.read_real_steps("rewards")
+        if reward_statistics is not None:
+            rewards_M = reward_statistics.normalise(rewards_M)
+        rewards_M = rewards_M * reward_scale
         rewards_EL = segments.arrange_by_segment(rewards_M)
         values_EL = segments.arrange_by_segment(values_M)
         if ratios_M is None:
