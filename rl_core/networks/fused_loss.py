@@ -269,10 +269,10 @@ def _add_value_terms(
         moved_M1 = values_M1 - old_values_M1
         bounded_M1 = old_values_M1 + _clip_array(moved_M1, options.value_clip_eps) - targets_M1
         bounded_squares_M1 = bounded_M1 * bounded_M1
-        is_clipped_M1 = bounded_squares_M1 > squares_M1
+        is_outside_M1 = np.abs(moved_M1) > options.value_clip_eps
+        is_clipped_M1 = (bounded_squares_M1 > squares_M1) & is_outside_M1
         squares_M1 = np.maximum(squares_M1, bounded_squares_M1)
-        is_constant_M1 = is_clipped_M1 & (np.abs(moved_M1) > options.value_clip_eps)
-        errors_M1 = np.where(is_constant_M1, np.float32(0.0), errors_M1)
+        errors_M1 = np.where(is_clipped_M1, np.float32(0.0), errors_M1)
     columns["value/loss"] = np.float32(0.5) * squares_M1
     columns["value/clip_fraction"] = is_clipped_M1
     return errors_M1 * np.float32(options.value_coef / options.num_rows)

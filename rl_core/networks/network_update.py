@@ -138,14 +138,8 @@ class NetworkUpdate:
         """Split the rows into the optimizer steps of one pass, in random order; in order if there is a single step."""
         if self.settings.minibatches == 1:
             return [rows]
-        count = len(rows.advantages_M1)
-        shuffled = rows.select_rows(torch.from_numpy(rng.permutation(count)))
-        smallest, num_larger = divmod(count, self.settings.minibatches)
-        minibatches, start = [], 0
-        for index in range(min(count, self.settings.minibatches)):
-            stop = start + smallest + (index < num_larger)
-            minibatches.append(shuffled.select_rows(slice(start, stop)))
-            start = stop
+        count = min(self.settings.minibatches, len(rows.advantages_M1))
+        minibatches = rows.split_into_minibatches(count, rng)
         if self.settings.normalise_advantages == "minibatch":
             for minibatch in minibatches:
                 minibatch.advantages_M1 = whiten_advantages(minibatch.advantages_M1)

@@ -17,7 +17,7 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.losses.advantages import gae, vtrace
-from rl_core.networks.actor_critic import MAX_DEVIATIONS, VARIANCE_EPSILON, ActionSpace
+from rl_core.networks.actor_critic import MAX_DEVIATIONS, VARIANCE_EPSILON, ActionSpace, ActorCritic
 from rl_core.networks.vector_environment import VectorStep
 
 ValueFunction = Callable[[torch.Tensor], torch.Tensor]  # observations [B, D] to values [B]
@@ -41,6 +41,45 @@ class EpisodeSegments:
     def flatten_table(self, table_EL: torch.Tensor) -> torch.Tensor:
         """Flatten a table [E, L] to [M]."""
         return table_EL[self.rows_M, self.columns_M]
+
+
+@dataclass
+class NetworkBatch:
+    """Rows to learn from."""
+
+    observations_MD: torch.Tensor
+    actions: torch.Tensor  # int64 [M], or float [M, A]
+    old_logprobs_M1: torch.Tensor  # of the policy before the first optimizer step, nats
+    advantages_M1: torch.Tensor
+    targets_M1: torch.Tensor  # of the value network
+    values_M1: torch.Tensor  # of the value network before the first optimizer step
+
+    def select_rows(self, index: torch.Tensor | slice) -> NetworkBatch:
+        """Select some of the rows."""
+        return NetworkBatch(*(getattr(self, name)[index] for name in BATCH_FIELDS))
+
+
+    def split_into_minibatches(self, count: int, rng: np.random.Generator) -> list[NetworkBatch]:
+        """Split the rows in random order into `count` parts whose sizes differ by one at most; in order if count is 1.
+
+        Raises: DataError if count is not 1 to M.
+        """
+        num_rows = len(self.advantages_M1)
+        if not 1 <= count <= num_rows:
+            raise DataError(f"count: {count} minibatches of {num_rows} rows")
+        if count == 1:
+            return [self]
+        shuffled = self.select_rows(torch.from_numpy(rng.permutation(num_rows)))
+        smallest, num_larger = divmod(num_rows, count)
+        minibatches, start = [], 0
+        for index in range(count):
+            stop = start + smallest + (index < num_larger)
+            minibatches.append(shuffled.select_rows(slice(start, stop)))
+            start = stop
+        return minibatches
+
+
+BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(NetworkBatch))
 
 
 class RewardStatistics:
@@ -104,13 +143,28 @@ class StepBuffer:
     """The steps of T x N actions: allocated once, filled step by step, read flat.
 
     It also stores steps in which an environment only reset itself, but excludes them from everything that is read.
+
+        buffer = StepBuffer(128, 8, model.shape.observation_size, model.shape.actions)
+        for _ in range(128):
+            buffer.add(observations, actions, rewards, terminated, truncated, after)
+        batch = buffer.build_batch(model, gamma=0.99, gae_lambda=0.95)
+        for minibatch in batch.split_into_minibatches(4, rng):
+            ...
+        buffer.clear_steps()
     """
 
     def __init__(
         self, steps: int, environments: int, observation_size: int, actions: ActionSpace
     ) -> None:
+        """Allocate the memory. Raises: DataError for sizes below 1."""
+        if min(steps, environments, observation_size) < 1:
+            raise DataError(
+                f"sizes: {steps} steps, {environments} environments and observations of {observation_size} numbers "
+                "must all be at least 1"
+            )
         shape = (steps, environments)
         self.shape = shape
+        self.action_space = actions
         self.num_filled = 0
         self.observations = np.zeros((*shape, observation_size), np.float32)
         self.after = np.zeros((*shape, observation_size), np.float32)  # where the actions led
@@ -136,6 +190,95 @@ class StepBuffer:
         self.terminated[index], self.truncated[index] = step.terminated_N, step.truncated_N
         self.is_action[index] = step.is_action_N
         self.num_filled += 1
+
+    def add(
+        self,
+        observations_ND: Any,
+        actions: Any,
+        rewards_N: Any,
+        terminated_N: Any,
+        truncated_N: Any,
+        after_ND: Any,
+        is_action_N: Any = None,
+    ) -> None:
+        """Add one step of all environments, from arrays, tensors or lists.
+
+        Args:
+            observations_ND: float [N, D], that the actions were chosen for.
+            actions: int [N], counted from 0, or float [N, A], as drawn, before clipping to bounds.
+            terminated_N: bool, True = a terminal state was reached, after which the value is 0.
+            truncated_N: bool, True = the episode was cut off, so the state after it has a value; with terminated_N, the
+                state is terminal.
+            after_ND: float [N, D], the observation that the action led to, before any reset: of a gymnasium vector in
+                same-step mode, `infos["final_obs"]` where an episode ended.
+            is_action_N: bool, False = the environment ignored the action and reset (next-step mode); None = all True.
+        Raises: DataError if the buffer is full, on shapes, and for numbers that are not finite; nothing is added then.
+        """
+        size = self.shape[1]
+        is_action_N = np.ones(size, bool) if is_action_N is None else is_action_N
+        given = {
+            "observations": (observations_ND, self.observations),
+            "actions": (actions, self.actions),
+            "rewards": (rewards_N, self.rewards),
+            "terminated": (terminated_N, self.terminated),
+            "truncated": (truncated_N, self.truncated),
+            "after": (after_ND, self.after),
+            "is_action": (is_action_N, self.is_action),
+        }
+        arrays: dict[str, np.ndarray] = {}
+        for name, (values, field) in given.items():
+            array = np.asarray(values)
+            if array.shape != field.shape[1:]:
+                raise DataError(f"{name}: shape {array.shape}, expected {field.shape[1:]}")
+            if name == "actions":
+                self._check_actions(array)
+            with np.errstate(over="ignore"):  # beyond float32 is infinite, and refused
+                arrays[name] = array.astype(field.dtype)
+            if not np.isfinite(arrays[name]).all():
+                raise DataError(f"{name}: a number is not finite")
+        step = VectorStep(
+            arrays["after"],
+            arrays["rewards"],
+            arrays["terminated"],
+            arrays["truncated"] & ~arrays["terminated"],
+            arrays["after"],
+            arrays["is_action"],
+        )
+        self.add_step(arrays["observations"], arrays["actions"], step)
+
+    def _check_actions(self, actions: np.ndarray) -> None:
+        """Refuse numbers of alternatives that do not exist."""
+        if not self.action_space.is_discrete:
+            return
+        if not np.issubdtype(actions.dtype, np.integer):
+            raise DataError(f"actions: {actions.dtype}, expected integers")
+        outside = actions[(actions < 0) | (actions >= self.action_space.size)]
+        if len(outside):
+            raise DataError(
+                f"actions: {outside[0]} is not one of 0 to {self.action_space.size - 1}"
+            )
+
+    def build_batch(
+        self, model: ActorCritic, *, gamma: float, gae_lambda: float, reward_scale: float = 1.0
+    ) -> NetworkBatch:
+        """Build rows of all real steps: advantages and value targets by GAE, log-probabilities of the model's policy.
+
+        Call it before the model changes. Advantages are not normalised.
+        Raises: DataError if the buffer is not full.
+        """
+        if self.num_filled < self.shape[0]:
+            raise DataError(f"the buffer contains {self.num_filled} of {self.shape[0]} steps")
+        advantages_M, targets_M, values_M = self.estimate_advantages(
+            model.values, gamma=gamma, trace_lambda=gae_lambda, reward_scale=reward_scale
+        )
+        observations_MD, actions = (
+            self.read_real_steps("observations"),
+            self.read_real_steps("actions"),
+        )
+        with torch.no_grad():
+            _, logprobs_M, _ = model.evaluate_actions(observations_MD, actions)
+        columns = (x_M[:, None] for x_M in (logprobs_M, advantages_M, targets_M, values_M))
+        return NetworkBatch(observations_MD, actions, *columns)
 
     def clear_steps(self) -> None:
         """Empty the buffer, keeping its memory."""
@@ -249,20 +392,3 @@ class StepBuffer:
         self.num_filled = self.shape[0]
 
 
-@dataclass
-class NetworkBatch:
-    """Rows of a micro-batch."""
-
-    observations_MD: torch.Tensor  # as the environment gave them
-    actions: torch.Tensor  # int64 [M], or float [M, A]
-    old_logprobs_M1: torch.Tensor  # of the policy before the first optimizer step, nats
-    advantages_M1: torch.Tensor
-    targets_M1: torch.Tensor  # of the value network
-    values_M1: torch.Tensor  # of the value network before the first optimizer step
-
-    def select_rows(self, index: torch.Tensor | slice) -> NetworkBatch:
-        """Select some of the rows."""
-        return NetworkBatch(*(getattr(self, name)[index] for name in BATCH_FIELDS))
-
-
-BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(NetworkBatch))
