@@ -362,12 +362,12 @@ class ActorCritic(nn.Module):
         *,
         generator: torch.Generator | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return actions, their log-probabilities, entropies (nats) and values for raw observations, as CleanRL's agents.
+        """Return actions, log-probabilities, entropies (nats) and values of raw observations, as CleanRL's agents do.
 
         Args:
             actions: int64 [B], counted from 0, or float [B, A]; None = sampled.
-            generator: of the samples, whose state a resumable loop saves (`generator.get_state()`); None = torch's global
-                one, which gives the samples of `build_distribution(...).sample()`.
+            generator: of the samples, whose state a resumable loop saves (`generator.get_state()`); None = torch's
+                global one, which gives the samples of `build_distribution(...).sample()`.
         Returns: actions; float [B] each: log-probabilities, entropies and values, with gradients.
         Raises: DataError on shapes and for alternatives that do not exist; NonFiniteTensor.
         """
@@ -382,7 +382,7 @@ class ActorCritic(nn.Module):
     def evaluate_actions(
         self, observations_BD: torch.Tensor, actions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return values, log-probabilities of the actions and entropies, float [B] each, as stable-baselines3's policies.
+        """Return values, log-probabilities and entropies, float [B] each, as stable-baselines3's policies do.
 
         Args, Raises: as `get_action_and_value`.
         """
@@ -439,9 +439,7 @@ def _check_action_shape(
 
 
 @torch.no_grad()
-def _sample_actions(
-    distribution: Distribution, generator: torch.Generator | None
-) -> torch.Tensor:
+def _sample_actions(distribution: Distribution, generator: torch.Generator | None) -> torch.Tensor:
     """Sample as the distribution's `sample`, which takes no generator."""
     if isinstance(distribution, Categorical):
         return torch.multinomial(distribution.probs, 1, True, generator=generator)[:, 0]

@@ -140,9 +140,7 @@ def compute_fused_loss(
         scores = _GaussianScores(outputs_MA, actions, arrays.log_std_A)
     columns: dict[str, np.ndarray] = {}
     with np.errstate(all="ignore"):  # what is not finite is found in the sum
-        gradient_M1 = _add_policy_terms(
-            columns, scores.logprobs_M1, old_M1, advantages_M1, options
-        )
+        gradient_M1 = _add_policy_terms(columns, scores.logprobs_M1, old_M1, advantages_M1, options)
         value_gradient_M1 = _add_value_terms(columns, predicted_M1, targets_M1, values_M1, options)
         entropy_weight = options.entropy_coef / options.num_rows
         if options.entropy_coef > 0:
@@ -239,7 +237,10 @@ def _add_policy_terms(
     is_high_M1 = (ratio_M1 > high) & (advantages_M1 > 0)
     is_constant_M1 = is_low_M1 | is_high_M1 | (np.abs(difference_M1) > LOG_RATIO_LIMIT)
     columns["policy/loss"] = np.maximum(unclipped_M1, clipped_M1)
-    columns["policy/clip_fraction_low"], columns["policy/clip_fraction_high"] = is_low_M1, is_high_M1
+    columns["policy/clip_fraction_low"], columns["policy/clip_fraction_high"] = (
+        is_low_M1,
+        is_high_M1,
+    )
     columns["policy/ratio_mean"] = ratio_M1
     # k1 and k3 of KL(old || current)
     bounded_M1 = _clip_array(difference_M1, K3_LIMIT)

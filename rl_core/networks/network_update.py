@@ -29,6 +29,7 @@ from rl_core.training.optimizer_step import Loss, OptimizerStep
 WHITENING_EPSILON = 1e-8
 MIN_CLIP_EPS = 1e-6  # a clip range must be above 0
 
+
 class NetworkUpdate:
     """One iteration's optimizer steps on the steps of the buffers.
 

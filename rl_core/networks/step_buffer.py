@@ -58,7 +58,6 @@ class NetworkBatch:
         """Select some of the rows."""
         return NetworkBatch(*(getattr(self, name)[index] for name in BATCH_FIELDS))
 
-
     def split_into_minibatches(self, count: int, rng: np.random.Generator) -> list[NetworkBatch]:
         """Split the rows in random order into `count` parts whose sizes differ by one at most; in order if count is 1.
 
@@ -390,5 +389,3 @@ class StepBuffer:
                 getattr(self, name)[:] = value
         self.behaviour_logprobs_M = state["behaviour_logprobs"]
         self.num_filled = self.shape[0]
-
-

@@ -319,7 +319,7 @@ class NetworkTrainer:
     def _collect_rollouts(self, buffer: StepBuffer) -> dict[str, float]:
         """Fill the buffer with sampled actions. Raises: EnvironmentFault."""
         environment, action_space = self.environment, self.environment.actions
-        steps, size = buffer.shape
+        steps, _ = buffer.shape
         noise_TNA = self._noise.draw_steps(steps)
         arrays = NetworkArrays(self.model)
         num_episodes = 0

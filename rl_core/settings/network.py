@@ -101,8 +101,8 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
         0.0,
         ge=0,
         lt=1,
-        doc="continuous actions: correlation of a step's exploration noise with that of the step before; 0: independent "
-        "draws",
+        doc="continuous actions: correlation of a step's exploration noise with that of the step before; 0: "
+        "independent draws",
     )
     desired_kl: float | None = setting(
         None,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# Mean and deviation over the episodes of one trained agent, and its steps; file benchmark.md of DLR-RM/rl-baselines3-zoo
-# (rows "ppo"). LunarLander was version 2 there.
+# Mean and deviation over the episodes of one trained agent, and its steps: rows "ppo" of the file benchmark.md in
+# DLR-RM/rl-baselines3-zoo. LunarLander was version 2 there.
 PUBLISHED = {
     "cartpole": (500.0, 0.0, 100_000),
     "acrobot": (-73.506, 18.201, 1_000_000),
@@ -29,7 +29,14 @@ PUBLISHED = {
     "mountain-car": (88.343, 2.572, 20_000),
     "lunar-lander": (242.119, 31.823, 1_000_000),
 }
-T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 10: 2.262}  # 97.5%, by number of seeds
+T_QUANTILES = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    10: 2.262,
+}  # 97.5%, by number of seeds
 
 
 def train_and_play(name: str, seed: int, episodes: int) -> dict[str, Any]:

@@ -212,7 +212,9 @@ def test_samples_follow_the_generator_alone_and_are_torchs(actions):
     generator.set_state(state)  # as a resumed loop does
     again = model.get_action_and_value(draw_rows(500), generator=generator)[0]
     assert torch.equal(first, again)
-    assert not torch.equal(first, model.get_action_and_value(draw_rows(500), generator=generator)[0])
+    assert not torch.equal(
+        first, model.get_action_and_value(draw_rows(500), generator=generator)[0]
+    )
     torch.manual_seed(3)
     expected = model.build_distribution(draw_rows()).sample()
     torch.manual_seed(3)

@@ -108,7 +108,10 @@ def test_one_row_by_hand():
         for parameter in model.parameters():
             parameter.zero_()
     options = LossOptions(1, 0.2, None, 1.0, 0.0)
-    for advantage, expected, gradient in ((1.0, -1.2, [0.0, 0.0]), (-1.0, np.e, [np.e / 2, -np.e / 2])):
+    for advantage, expected, gradient in (
+        (1.0, -1.2, [0.0, 0.0]),
+        (-1.0, np.e, [np.e / 2, -np.e / 2]),
+    ):
         batch = NetworkBatch(
             torch.ones(1, 1),
             torch.tensor([0]),

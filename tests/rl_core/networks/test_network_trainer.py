@@ -386,7 +386,9 @@ def test_a_run_with_a_falling_clip_range_uses_it():
     options = {"environment_steps": 5 * 64, "minibatches": 2, "learning_rate": 0.02}
     falling = build_trainer(clip_schedule="linear", **options)
     metrics = [falling.step() for _ in range(5)]
-    assert [row["train/clip_eps"] for row in metrics] == pytest.approx([0.2, 0.16, 0.12, 0.08, 0.04])
+    assert [row["train/clip_eps"] for row in metrics] == pytest.approx(
+        [0.2, 0.16, 0.12, 0.08, 0.04]
+    )
     constant = build_trainer(**options)
     others = [constant.step() for _ in range(5)]
     assert "train/clip_eps" not in others[0]
@@ -449,7 +451,9 @@ class Blink(Walker):
         return seen, reward, False, True, {}
 
 
-@pytest.mark.parametrize("options", [{}, {"normalise_rewards": True, "normalise_observations": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"normalise_rewards": True, "normalise_observations": True}]
+)
 def test_episodes_of_one_step(options):
     trainer = build_trainer(maker=Blink, **options)
     metrics = [trainer.step() for _ in range(3)][-1]
@@ -469,7 +473,7 @@ def test_nan_rewards_end_the_run_before_they_reach_weights_or_statistics():
     trainer.step()  # 16 steps of each environment, all rewards 0
     weights, state = copy_weights(trainer), trainer._reward_statistics.state_dict()
     assert state["squares"] == 0.0 and all(bool(w.isfinite().all()) for w in weights.values())
-    with pytest.raises(EnvironmentFault, match="reward .*nan.* is not finite"):
+    with pytest.raises(EnvironmentFault, match=r"reward .*nan.* is not finite"):
         trainer.step()
     assert all(torch.equal(value, weights[name]) for name, value in copy_weights(trainer).items())
     assert trainer._reward_statistics.state_dict()["count"] == state["count"]

@@ -202,9 +202,8 @@ def test_every_row_is_in_one_minibatch():
     batch = add_by_hand().build_batch(model, gamma=0.5, gae_lambda=1.0)
     parts = batch.split_into_minibatches(3, np.random.default_rng(2))
     assert [len(part.actions) for part in parts] == [2, 1, 1]
-    rows = [
-        (float(o), float(a)) for p in parts for o, a in zip(p.observations_MD, p.advantages_M1)
-    ]
+    pairs = [torch.cat([p.observations_MD, p.advantages_M1], 1).tolist() for p in parts]
+    rows = [tuple(pair) for part in pairs for pair in part]
     assert rows != [(1.0, 2.5), (4.0, 1.0), (2.0, -1.0), (3.0, 1.0)]
     assert sorted(rows) == [(1.0, 2.5), (2.0, -1.0), (3.0, 1.0), (4.0, 1.0)]
     again = batch.split_into_minibatches(3, np.random.default_rng(2))
@@ -271,7 +270,11 @@ def test_a_step_that_only_resets_is_no_reward():
     statistics = RewardStatistics(1, 0.5)
     columns = [[0.0]] * 3
     buffer = fill_buffer(
-        columns, [[4.0], [0.0], [2.0]], [[True], [False], [False]], [[False]] * 3, columns,
+        columns,
+        [[4.0], [0.0], [2.0]],
+        [[True], [False], [False]],
+        [[False]] * 3,
+        columns,
         [[True], [False], [True]],
     )
     statistics.update(buffer)
