@@ -1,8 +1,9 @@
-"""PPO's loss of an actor-critic and its gradient in one pass, in numpy.
+"""PPO's loss of an actor-critic and its gradient in one pass, with the derivatives written out.
 
-On networks this small an operation costs more than its arithmetic, and numpy's operations cost a third of torch's. The
-arrays are views of the weights, and the derivatives are written out. `NetworkUpdate` composes the same loss from
-`rl_core.losses` where it must name a tensor that is not finite; a test compares the two.
+On networks this small an operation costs more than its arithmetic, and numpy's element-wise operations cost a third of
+torch's. Products are torch's, which obey its number of threads; those of numpy would start threads of their own.
+`NetworkUpdate` composes the same loss from `rl_core.losses` where it must name a tensor that is not finite; a test
+compares the two.
 
 Suffixes: M rows, D numbers of an observation, H width of a hidden layer, A actions or numbers of an action; columns are
 M1, [M, 1].
@@ -21,7 +22,7 @@ import torch
 from rl_core.losses.kl import K3_LIMIT
 from rl_core.losses.policy import LOG_RATIO_LIMIT
 from rl_core.networks.actor_critic import LOG_2PI, ActorCritic
-from rl_core.networks.step_buffer import NetworkBatch
+from rl_core.networks.step_buffer import BATCH_FIELDS, NetworkBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,21 @@ class LossOptions:
 
 
 class NetworkArrays:
-    """The weights of an actor-critic as arrays that share their memory; valid while weights change in place only."""
+    """The weights of an actor-critic without autograd; valid while weights change in place only."""
 
     def __init__(self, model: ActorCritic) -> None:
         self.activation = model.shape.activation
         self.is_discrete = model.shape.actions.is_discrete
         policy, value = model.layer_weights
         self.parameters: list[torch.Tensor] = [*policy, *value]
-        self.policy, self.value = (_view_arrays(weights) for weights in (policy, value))
+        self.policy = [weight.detach() for weight in policy]
+        self.value = [weight.detach() for weight in value]
         self.log_std_A = np.zeros(0, np.float32)
         if not self.is_discrete:
             self.parameters.append(model.policy.log_std_A)
-            self.log_std_A = _view_arrays([model.policy.log_std_A])[0]
+            self.log_std_A = model.policy.log_std_A.detach().numpy()
 
-    def draw_actions(self, inputs_BD: np.ndarray, noise_BA: np.ndarray) -> np.ndarray:
+    def draw_actions(self, inputs_BD: torch.Tensor, noise_BA: np.ndarray) -> np.ndarray:
         """Sample actions for normalised observations, as `ActorCritic.act` does."""
         outputs_BA = run_layers(inputs_BD, self.policy, self.activation)[0]
         if self.is_discrete:
@@ -61,7 +63,7 @@ class FusedLoss:
     """A loss whose gradients are known: the part of a scalar tensor that an optimizer step uses."""
 
     def __init__(
-        self, value: float, parameters: Sequence[torch.Tensor], gradients: Sequence[np.ndarray]
+        self, value: float, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         self._value = value
         self._parameters = parameters
@@ -69,53 +71,49 @@ class FusedLoss:
 
     def backward(self) -> None:
         """Add the gradients to those of the parameters."""
-        for parameter, array in zip(self._parameters, self._gradients, strict=True):
-            gradient = torch.from_numpy(array)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def detach(self) -> torch.Tensor:
         """Return the loss as a scalar tensor."""
         return torch.tensor(self._value)
 
 
-def _view_arrays(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    return [tensor.detach().numpy() for tensor in tensors]
-
-
 def run_layers(
-    inputs_MD: np.ndarray, weights: Sequence[np.ndarray], activation: str
-) -> tuple[np.ndarray, list[np.ndarray]]:
+    inputs_MD: torch.Tensor, weights: Sequence[torch.Tensor], activation: str
+) -> tuple[np.ndarray, list[torch.Tensor]]:
     """Compute one network's outputs, [M, outputs], and the inputs of each of its layers."""
     states = [inputs_MD]
     for index in range(0, len(weights) - 2, 2):
-        state_MH = states[-1] @ weights[index].T
-        state_MH += weights[index + 1]
+        state_MH = torch.addmm(weights[index + 1], states[-1], weights[index].t())
+        array_MH = state_MH.numpy()
         if activation == "tanh":
-            np.tanh(state_MH, out=state_MH)
+            np.tanh(array_MH, out=array_MH)
         else:
-            np.maximum(state_MH, 0.0, out=state_MH)
+            np.maximum(array_MH, 0.0, out=array_MH)
         states.append(state_MH)
-    return states[-1] @ weights[-2].T + weights[-1], states
+    outputs = torch.addmm(weights[-1], states[-1], weights[-2].t())
+    return outputs.numpy(), states
 
 
 def differentiate_layers(
-    gradient: np.ndarray,
-    states: Sequence[np.ndarray],
-    weights: Sequence[np.ndarray],
+    outputs_gradient: np.ndarray,
+    states: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
     activation: str,
-) -> list[np.ndarray]:
+) -> list[torch.Tensor]:
     """Compute the gradients of one network's weights and offsets from that of its outputs, [M, outputs]."""
-    gradients: list[np.ndarray] = []
-    ones_M = np.ones(len(gradient), np.float32)
+    gradients: list[torch.Tensor] = []
+    gradient = torch.from_numpy(outputs_gradient)
+    ones_M = gradient.new_ones(len(gradient))
     for layer in range(len(states) - 1, -1, -1):
-        gradients[:0] = [gradient.T @ states[layer], ones_M @ gradient]
+        transposed = gradient.t()
+        gradients[:0] = [transposed.mm(states[layer]), transposed.mv(ones_M)]
         if not layer:
             break
-        gradient = gradient @ weights[2 * layer]
-        if activation == "tanh":
-            gradient *= 1.0 - states[layer] * states[layer]
-        else:
-            gradient *= states[layer] > 0
+        gradient = gradient.mm(weights[2 * layer])
+        array, state = gradient.numpy(), states[layer].numpy()
+        array *= (1.0 - state * state) if activation == "tanh" else (state > 0)
     return gradients
 
 
@@ -128,11 +126,10 @@ def compute_fused_loss(
         batch: with normalised observations.
     Returns: None if the loss is not finite.
     """
-    observations_MD, actions, old_M1, advantages_M1, targets_M1, values_M1 = (
-        getattr(batch, name).numpy() for name in batch.__dataclass_fields__
-    )
-    outputs_MA, policy_states = run_layers(observations_MD, arrays.policy, arrays.activation)
-    predicted_M1, value_states = run_layers(observations_MD, arrays.value, arrays.activation)
+    inputs_MD, *others = (getattr(batch, name) for name in BATCH_FIELDS)
+    actions, old_M1, advantages_M1, targets_M1, values_M1 = (other.numpy() for other in others)
+    outputs_MA, policy_states = run_layers(inputs_MD, arrays.policy, arrays.activation)
+    predicted_M1, value_states = run_layers(inputs_MD, arrays.value, arrays.activation)
     scores: _CategoricalScores | _GaussianScores
     if arrays.is_discrete:
         scores = _CategoricalScores(outputs_MA, actions)
@@ -162,7 +159,8 @@ def compute_fused_loss(
     gradients += differentiate_layers(
         value_gradient_M1, value_states, arrays.value, arrays.activation
     )
-    return FusedLoss(loss, arrays.parameters, [*gradients, *extra]), metrics
+    gradients += [torch.from_numpy(gradient) for gradient in extra]
+    return FusedLoss(loss, arrays.parameters, gradients), metrics
 
 
 class _CategoricalScores:

@@ -326,9 +326,7 @@ class NetworkTrainer:
         for independent_NA in noise_TNA:
             observations_ND = environment.observations_ND
             noise_NA = self._noise.correlate(independent_NA)
-            inputs_ND = observations_ND
-            if self.model.statistics is not None:
-                inputs_ND = self.model.normalised(torch.from_numpy(observations_ND)).numpy()
+            inputs_ND = self.model.normalised(torch.from_numpy(observations_ND))
             actions = arrays.draw_actions(inputs_ND, noise_NA)
             step = environment.step(actions)
             buffer.add_step(observations_ND, actions, step)

@@ -149,7 +149,7 @@ def test_actions_in_a_rollout_are_those_of_the_network(actions):
     observations, noise = (
         rng.normal(size=(64, size)).astype(np.float32) for size in (4, actions.size)
     )
-    actual = NetworkArrays(update.model).draw_actions(observations, noise)
+    actual = NetworkArrays(update.model).draw_actions(torch.from_numpy(observations), noise)
     expected = update.model.act(torch.from_numpy(observations), torch.from_numpy(noise)).numpy()
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert actual.dtype == expected.dtype
