@@ -186,6 +186,7 @@ def test_steps_added_by_hand_give_a_batch():
     # Environment 1: terminated (and truncated, which does not matter): 1 - 2 = -1; then 0 + 4 - 3 = 1
     model = FirstNumber(NetworkShape(1, ActionSpace("discrete", 2)), 0)
     buffer = add_by_hand()
+    assert buffer.truncated.tolist() == [[False, False], [True, False]]
     batch = buffer.build_batch(model, gamma=0.5, gae_lambda=1.0)
     assert batch.observations_MD[:, 0].tolist() == [1.0, 4.0, 2.0, 3.0]
     assert batch.advantages_M1[:, 0].tolist() == [2.5, 1.0, -1.0, 1.0]
@@ -269,13 +270,8 @@ def test_rewards_are_scaled_by_the_deviation_of_their_discounted_sums():
 def test_a_step_that_only_resets_is_no_reward():
     statistics = RewardStatistics(1, 0.5)
     columns = [[0.0]] * 3
-    buffer = fill_buffer(
-        columns,
-        [[4.0], [0.0], [2.0]],
-        [[True], [False], [False]],
-        [[False]] * 3,
-        columns,
-        [[True], [False], [True]],
-    )
+    ends = {"terminated": [[True], [False], [False]], "truncated": [[False]] * 3}
+    is_action = [[True], [False], [True]]
+    buffer = fill_buffer(columns, [[4.0], [9.0], [2.0]], **ends, after=columns, is_action=is_action)
     statistics.update(buffer)
     assert (statistics.count, statistics.mean) == (2, 3.0)  # sums 4 and 2
