@@ -215,7 +215,7 @@ class StepBuffer:
         """
         size = self.shape[1]
         is_action_N = np.ones(size, bool) if is_action_N is None else is_action_N
-        given = {
+        given: dict[str, tuple[Any, np.ndarray]] = {
             "observations": (observations_ND, self.observations),
             "actions": (actions, self.actions),
             "rewards": (rewards_N, self.rewards),

@@ -246,9 +246,10 @@ class OptimizerStep:
                 )
             else:
                 self._clear_gradients()
+                tensor_loss_fn: Any = loss_fn  # sharded models have losses of autograd
                 device_parts, problem = self.sharded.accumulate_gradients(
                     micro_batches,
-                    loss_fn,
+                    tensor_loss_fn,
                     autocast=self.enable_autocast,
                     collect=self.master_weights.collect_gradients,
                     checks=checks,
