@@ -71,7 +71,8 @@ class Loss(Protocol):
         """Return the value as a scalar tensor."""
 
 
-LossFn = Callable[[Batch], tuple[Loss, Mapping[str, Any]]]
+LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
+StepLossFn = Callable[[Batch], tuple[Loss, Mapping[str, Any]]]  # every LossFn is one
 CLIP_MARGIN = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
 
 logger = logging.getLogger(__name__)
@@ -210,7 +211,7 @@ class OptimizerStep:
             return all(check_prefix_sharing(model).allowed for model in models)
 
     def run_step(
-        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
+        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: StepLossFn[Batch]
     ) -> dict[str, float]:
         """Run one optimizer step over all micro-batches.
 
@@ -234,7 +235,7 @@ class OptimizerStep:
             return self._run_step(micro_batches, loss_fn)
 
     def _run_step(
-        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
+        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: StepLossFn[Batch]
     ) -> dict[str, float]:
         with (
             use_training_mode(self.model, dropout=self.settings.dropout),
@@ -318,7 +319,7 @@ class OptimizerStep:
         self.moved_steps += norm_value > 0
 
     def _accumulate_gradients(
-        self, micro_batches: list[Batch], loss_fn: LossFn[Batch], checks: DeferredChecks
+        self, micro_batches: list[Batch], loss_fn: StepLossFn[Batch], checks: DeferredChecks
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Run backward for every micro-batch; if memory runs out, start again with the large ones halved.
 
