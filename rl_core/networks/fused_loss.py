@@ -1,7 +1,7 @@
 """PPO's loss of an actor-critic and its gradient in one pass, with the derivatives written out.
 
-On networks this small an operation costs more than its arithmetic, and numpy's element-wise operations cost a third of
-torch's. Products are torch's, which obey its number of threads; those of numpy would start threads of their own.
+On networks this small an operation costs more than its arithmetic, and numpy's element-wise operations cost at most a
+third of torch's. Products are torch's, which obey its number of threads; numpy's would start threads of their own.
 `NetworkUpdate` composes the same loss from `rl_core.losses` where it must name a tensor that is not finite; a test
 compares the two.
 
