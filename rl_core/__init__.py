@@ -88,6 +88,7 @@ if TYPE_CHECKING:
         ValueNetwork,
     )
     from rl_core.networks.network_files import load_network
+    from rl_core.networks.step_buffer import NetworkBatch, StepBuffer
     from rl_core.readers import (
         iter_metrics,
         iter_rewards,
@@ -186,9 +187,11 @@ __all__ = [
     "AgentCall",
     "AgentClient",
     "AgentResult",
+    "NetworkBatch",
     "NetworkSettings",
     "NetworkShape",
     "NetworkTraining",
+    "StepBuffer",
     "PolicyNetwork",
     "ValueNetwork",
     "load_network",
@@ -373,6 +376,7 @@ _PUBLIC_NAMES = {
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.networks.actor_critic": "ActionSpace ActorCritic NetworkShape PolicyNetwork ValueNetwork",
     "rl_core.networks.network_files": "load_network",
+    "rl_core.networks.step_buffer": "NetworkBatch StepBuffer",
     "rl_core.readers": (
         "iter_metrics iter_rewards plot_metrics read_analysis read_history read_metrics read_rewards "
         "read_trajectories trajectory_frame"

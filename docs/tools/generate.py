@@ -105,6 +105,10 @@ Look up every key of a pipeline's YAML file, one page for each kind of stage. To
 | `configs/mixture.yaml` | one policy on two [environments](../training.md#several-environments) |
 | `configs/curriculum.yaml` | exits by mean and slope, rollback, rewards that change by stage |
 | `configs/cartpole.yaml` | PPO of small networks on CartPole-v1, no language model |
+| `configs/acrobot.yaml` | the same on Acrobot-v1: normalised observations and rewards |
+| `configs/pendulum.yaml` | the same on Pendulum-v1: continuous actions |
+| `configs/mountain-car.yaml` | the same on MountainCarContinuous-v0: correlated exploration |
+| `configs/lunar-lander.yaml` | the same on LunarLander-v3 |
 | `configs/thoughts.yaml` | thoughts before answers, tested for being genuine |
 | `configs/online.yaml` | online learning from recorded traffic: `posttrain online worker` |
 | `configs/service.yaml` | the training service: `posttrain service up` |

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.masking import check_finite
@@ -261,9 +262,7 @@ class PolicyNetwork(nn.Module):
 
     def logprob_column(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         """Compute the same log-probabilities as a column [B, 1], the shape that losses take."""
-        expected = outputs_BA.shape[:1] if self.actions.is_discrete else outputs_BA.shape
-        if actions.shape != expected:
-            raise DataError(f"actions: shape {tuple(actions.shape)}, expected {tuple(expected)}")
+        _check_action_shape(self.actions, outputs_BA, actions)
         if self.actions.is_discrete:
             return outputs_BA.log_softmax(-1).gather(1, actions[:, None])
         return compute_gaussian_logprobs(actions, outputs_BA, self.log_std_A)[:, None]
@@ -325,7 +324,7 @@ class ActorCritic(nn.Module):
         self.policy = PolicyNetwork(shape, generator)
         self.value = ValueNetwork(shape, generator)
         # Cached because every pass needs them and the lookup is slow; weights only change in place.
-        self._weights = (
+        self.layer_weights = (
             tuple(self.policy.layers.parameters()),
             tuple(self.value.layers.parameters()),
         )
@@ -344,14 +343,78 @@ class ActorCritic(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the same outputs with the values as a column [B, 1], the shape that losses take."""
         return compute_paired_layers(
-            self.normalised(observations_BD), *self._weights, self.shape.activation
+            self.normalised(observations_BD), *self.layer_weights, self.shape.activation
         )
+
+    def build_distribution(self, observations_BD: torch.Tensor) -> Distribution:
+        """Build the policy's distribution over actions for raw observations, with gradients to the weights.
+
+        Returns: Categorical over [B], its actions counted from 0; or independent Normals over [B, A], as one event, not
+            clipped to the bounds of the space.
+        Raises: NonFiniteTensor for outputs with NaN or infinity.
+        """
+        return self._wrap_outputs(self(observations_BD)[0])
+
+    def get_action_and_value(
+        self,
+        observations_BD: torch.Tensor,
+        actions: torch.Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return actions, log-probabilities, entropies (nats) and values of raw observations, as CleanRL's agents do.
+
+        Args:
+            actions: int64 [B], counted from 0, or float [B, A]; None = sampled.
+            generator: of the samples, whose state a resumable loop saves (`generator.get_state()`); None = torch's
+                global one, which gives the samples of `build_distribution(...).sample()`.
+        Returns: actions; float [B] each: log-probabilities, entropies and values, with gradients.
+        Raises: DataError on shapes and for alternatives that do not exist; NonFiniteTensor.
+        """
+        outputs_BA, values_B = self(observations_BD)
+        distribution = self._wrap_outputs(outputs_BA)
+        if actions is None:
+            actions = _sample_actions(distribution, generator)
+        else:
+            self._check_actions(outputs_BA, actions)
+        return actions, distribution.log_prob(actions), distribution.entropy(), values_B
+
+    def evaluate_actions(
+        self, observations_BD: torch.Tensor, actions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return values, log-probabilities and entropies, float [B] each, as stable-baselines3's policies do.
+
+        Args, Raises: as `get_action_and_value`.
+        """
+        _, logprobs_B, entropies_B, values_B = self.get_action_and_value(observations_BD, actions)
+        return values_B, logprobs_B, entropies_B
+
+    def _wrap_outputs(self, outputs_BA: torch.Tensor) -> Distribution:
+        """Build the distribution from the outputs of `forward`."""
+        check_finite(outputs=outputs_BA)
+        if self.shape.actions.is_discrete:
+            return Categorical(logits=outputs_BA, validate_args=False)
+        deviations_BA = self.policy.log_std_A.exp().expand_as(outputs_BA)
+        normal = Normal(outputs_BA, deviations_BA, validate_args=False)
+        return Independent(normal, 1, validate_args=False)
+
+    def _check_actions(self, outputs_BA: torch.Tensor, actions: torch.Tensor) -> None:
+        """Raise DataError for actions of another shape, and for alternatives that do not exist."""
+        _check_action_shape(self.shape.actions, outputs_BA, actions)
+        if self.shape.actions.is_discrete:
+            is_outside_B = (actions < 0) | (actions >= self.shape.actions.size)
+            if bool(is_outside_B.any()):
+                raise DataError(
+                    f"actions: {int(actions[is_outside_B][0])} is not one of 0 to {self.shape.actions.size - 1}"
+                )
+        else:
+            check_finite(actions=actions)
 
     @torch.no_grad()
     def values(self, observations_BD: torch.Tensor) -> torch.Tensor:
         """Compute values of raw observations, float [B], without gradient."""
         values_B1 = compute_single_layers(
-            self.normalised(observations_BD), self._weights[1], self.shape.activation
+            self.normalised(observations_BD), self.layer_weights[1], self.shape.activation
         )
         return values_B1.squeeze(1)
 
@@ -361,9 +424,27 @@ class ActorCritic(nn.Module):
     ) -> torch.Tensor:
         """Return actions for raw observations; see `PolicyNetwork.act`."""
         outputs_BA = compute_single_layers(
-            self.normalised(observations_BD), self._weights[0], self.shape.activation
+            self.normalised(observations_BD), self.layer_weights[0], self.shape.activation
         )
         return self.policy.drawn(outputs_BA, noise_BA)
+
+
+def _check_action_shape(
+    space: ActionSpace, outputs_BA: torch.Tensor, actions: torch.Tensor
+) -> None:
+    """Raise DataError unless there is one action per row of the outputs."""
+    expected = outputs_BA.shape[:1] if space.is_discrete else outputs_BA.shape
+    if actions.shape != expected:
+        raise DataError(f"actions: shape {tuple(actions.shape)}, expected {tuple(expected)}")
+
+
+@torch.no_grad()
+def _sample_actions(distribution: Distribution, generator: torch.Generator | None) -> torch.Tensor:
+    """Sample as the distribution's `sample`, which takes no generator."""
+    if isinstance(distribution, Categorical):
+        return torch.multinomial(distribution.probs, 1, True, generator=generator)[:, 0]
+    assert isinstance(distribution, Independent)
+    return torch.normal(distribution.mean, distribution.stddev, generator=generator)
 
 
 def compute_gaussian_logprobs(

@@ -17,7 +17,9 @@ import torch
 
 from rl_core.errors import SettingsError
 from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape
-from rl_core.networks.network_update import NetworkUpdate, StepBuffer, compute_policy_logprobs
+from rl_core.networks.fused_loss import NetworkArrays
+from rl_core.networks.network_update import NetworkUpdate, compute_policy_logprobs
+from rl_core.networks.step_buffer import RewardStatistics, StepBuffer
 from rl_core.networks.vector_environment import (
     NEXT_STEP,
     TEST_SEEDS,
@@ -77,6 +79,58 @@ def draw_action_noise(rng: np.random.Generator, count: int, actions: ActionSpace
     shape = (count, actions.size)
     noise = rng.gumbel(size=shape) if actions.is_discrete else rng.standard_normal(shape)
     return noise.astype(np.float32)
+
+
+class ActionNoise:
+    """Noise of the sampled actions of a training, optionally correlated from step to step.
+
+    An iteration's independent draws x come from the trainer's generator at once. With a correlation c, the noise of
+    continuous actions is e = c e' + sqrt(1 - c^2) x, e' that of the episode's previous step: standard normal at every
+    step, so log-probabilities stay those of the policy. Exploration then moves instead of trembling. Source:
+    Hollenstein et al. 2024, arXiv:2312.11091 (correlated noise in on-policy learning).
+    """
+
+    def __init__(
+        self, rng: np.random.Generator, size: int, actions: ActionSpace, correlation: float
+    ) -> None:
+        """Raises: SettingsError for a correlation with discrete actions."""
+        if correlation and actions.is_discrete:
+            raise SettingsError("noise_correlation: needs continuous actions; leave it 0")
+        self._rng, self._actions, self._correlation = rng, actions, correlation
+        self._previous_NA = np.zeros((size, actions.size), np.float32)
+        self._has_previous_N = np.zeros(size, bool)
+
+    def draw_steps(self, steps: int) -> np.ndarray:
+        """Draw independent noise of so many steps of all environments, float32 [T, N, A]."""
+        size = len(self._previous_NA)
+        noise = draw_action_noise(self._rng, steps * size, self._actions)
+        return noise.reshape(steps, size, -1)
+
+    def correlate(self, independent_NA: np.ndarray) -> np.ndarray:
+        """Return the next step's noise from its independent draws."""
+        if not self._correlation:
+            return independent_NA
+        share = math.sqrt(1 - self._correlation**2)
+        moved_NA = self._correlation * self._previous_NA + np.float32(share) * independent_NA
+        noise_NA = np.where(self._has_previous_N[:, None], moved_NA, independent_NA)
+        self._previous_NA, self._has_previous_N[:] = noise_NA.astype(np.float32), True
+        return self._previous_NA
+
+    def end_episodes(self, ended_N: np.ndarray) -> None:
+        """Start with independent noise where an episode ended."""
+        self._has_previous_N &= ~ended_N
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the noise of the newest step."""
+        return {
+            "previous": self._previous_NA.copy(),
+            "has_previous": self._has_previous_N.copy(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a `state_dict`."""
+        self._previous_NA = np.array(state["previous"])
+        self._has_previous_N = np.array(state["has_previous"])
 
 
 def play_episodes(
@@ -186,6 +240,12 @@ class NetworkTrainer:
         self._buffers = [self._create_buffer()]  # of the current iteration first
         # (return, length) of the newest episodes.
         self._recent: deque[tuple[float, int]] = deque(maxlen=NUM_RECENT_EPISODES)
+        self._reward_statistics: RewardStatistics | None = None
+        if settings.normalise_rewards:
+            self._reward_statistics = RewardStatistics(self.environment.size, settings.gamma)
+        self._noise = ActionNoise(
+            self._rng, self.environment.size, self.environment.actions, settings.noise_correlation
+        )
         self.environment_steps = 0  # real ones, of all environments
         self.episodes = 0
         self._has_started = False
@@ -229,7 +289,15 @@ class NetworkTrainer:
                     buffer.read_real_steps("observations"),
                     buffer.read_real_steps("actions"),
                 )
-            update = NetworkUpdate(self.model, self.optimizer_step, self.settings, self._buffers)
+            if self._reward_statistics is not None:
+                self._reward_statistics.update(buffer)
+            update = NetworkUpdate(
+                self.model,
+                self.optimizer_step,
+                self.settings,
+                self._buffers,
+                self._reward_statistics,
+            )
             metrics |= update.run_update(self._rng)
             if self.model.statistics is not None:
                 self.model.statistics.update(buffer.read_real_steps("observations"))
@@ -251,15 +319,18 @@ class NetworkTrainer:
     def _collect_rollouts(self, buffer: StepBuffer) -> dict[str, float]:
         """Fill the buffer with sampled actions. Raises: EnvironmentFault."""
         environment, action_space = self.environment, self.environment.actions
-        steps, size = buffer.shape
-        noise = draw_action_noise(self._rng, steps * size, action_space)
-        noise_TNA = torch.from_numpy(noise).view(steps, size, -1)
+        steps, _ = buffer.shape
+        noise_TNA = self._noise.draw_steps(steps)
+        arrays = NetworkArrays(self.model)
         num_episodes = 0
-        for noise_NA in noise_TNA:
+        for independent_NA in noise_TNA:
             observations_ND = environment.observations_ND
-            actions = self.model.act(torch.from_numpy(observations_ND), noise_NA).numpy()
+            noise_NA = self._noise.correlate(independent_NA)
+            inputs_ND = self.model.normalised(torch.from_numpy(observations_ND))
+            actions = arrays.draw_actions(inputs_ND, noise_NA)
             step = environment.step(actions)
             buffer.add_step(observations_ND, actions, step)
+            self._noise.end_episodes(step.terminated_N | step.truncated_N)
             ended = list(zip(*environment.pop_ended_episodes(step), strict=True))
             self._recent.extend(ended)
             num_episodes += len(ended)
@@ -312,7 +383,7 @@ class NetworkTrainer:
     def state_dict(self) -> dict[str, Any]:
         """Return current episodes, generator, counts, and the buffers to replay."""
         replayed = self._buffers[: self.settings.replay] if self._buffers[0].num_filled else []
-        return {
+        state: dict[str, Any] = {
             "environment": self.environment.state_dict() if self._has_started else None,
             "rng": self._rng.bit_generator.state,
             "recent": [[value, length] for value, length in self._recent],
@@ -320,6 +391,11 @@ class NetworkTrainer:
             "episodes": self.episodes,
             "buffers": [buffer.state_dict() for buffer in replayed],
         }
+        if self._reward_statistics is not None:
+            state["reward_statistics"] = self._reward_statistics.state_dict()
+        if self.settings.noise_correlation:
+            state["noise"] = self._noise.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a `state_dict`. Raises: CheckpointError if the environment is not deterministic."""
@@ -330,6 +406,12 @@ class NetworkTrainer:
         recent = ((value, length) for value, length in state["recent"])
         self._recent = deque(recent, maxlen=NUM_RECENT_EPISODES)
         self.environment_steps, self.episodes = state["environment_steps"], state["episodes"]
+        if self._reward_statistics is not None:
+            self._reward_statistics.load_state_dict(state["reward_statistics"])
+            if not self.environment.can_restore:
+                self._reward_statistics.reset_sums()
+        if self.settings.noise_correlation:
+            self._noise.load_state_dict(state["noise"])
         self._buffers = []
         for buffer_state in state["buffers"]:
             self._buffers.append(self._create_buffer())

@@ -66,6 +66,13 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
         0.8, ge=0, le=1, doc="lambda of GAE (arXiv:1506.02438), and of V-trace"
     )
     clip_eps: float = setting(0.2, gt=0, lt=1, doc="clip of the probability ratio")
+    clip_schedule: Literal["constant", "linear"] = setting(
+        "constant",
+        doc="clip range over the run; linear: from clip_eps towards min_clip_ratio * clip_eps, iteration by iteration",
+    )
+    min_clip_ratio: float = setting(
+        0.0, ge=0, le=1, doc="final clip range as a share of clip_eps, for clip_schedule: linear"
+    )
     value_coef: float = setting(
         1.0,
         gt=0,
@@ -84,6 +91,18 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
     )
     reward_scale: float = setting(
         1.0, gt=0, doc="factor of the rewards for learning; reported rewards are not scaled"
+    )
+    normalise_rewards: bool = setting(
+        False,
+        doc="divide rewards by the running deviation of their discounted sum, clipped to +-10, for learning; reported "
+        "rewards stay as they are",
+    )
+    noise_correlation: float = setting(
+        0.0,
+        ge=0,
+        lt=1,
+        doc="continuous actions: correlation of a step's exploration noise with that of the step before; 0: "
+        "independent draws",
     )
     desired_kl: float | None = setting(
         None,
@@ -177,6 +196,10 @@ class NetworkSettings(OptimizerSettings, LoopSettings):
                 "launch.kind: these networks train in one process; leave it in_process"
             )
         self._check_learning_rate()
+        if self.min_clip_ratio and self.clip_schedule == "constant":
+            raise SettingsError(
+                "min_clip_ratio: ends a falling clip range; set clip_schedule to linear"
+            )
         if self.replay and self.advantages != "vtrace":
             raise SettingsError(
                 "replay: steps of older policies need a correction; set advantages to vtrace"

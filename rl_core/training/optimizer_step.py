@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -59,7 +59,20 @@ from rl_core.training.performance_metrics import count_step_flops, read_sequence
 from rl_core.training.sharded_step import ShardedModel, unwrap_dummy
 
 Batch = TypeVar("Batch")
+
+
+class Loss(Protocol):
+    """The part of a scalar tensor that a step uses; a loss may bring gradients of its own."""
+
+    def backward(self) -> None:
+        """Add the gradients to those of the parameters."""
+
+    def detach(self) -> torch.Tensor:
+        """Return the value as a scalar tensor."""
+
+
 LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
+StepLossFn = Callable[[Batch], tuple[Loss, Mapping[str, Any]]]  # every LossFn is one
 CLIP_MARGIN = 0.99  # of max_grad_norm, so that torch's 1e-6 and rounding make no difference
 
 logger = logging.getLogger(__name__)
@@ -198,7 +211,7 @@ class OptimizerStep:
             return all(check_prefix_sharing(model).allowed for model in models)
 
     def run_step(
-        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
+        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: StepLossFn[Batch]
     ) -> dict[str, float]:
         """Run one optimizer step over all micro-batches.
 
@@ -222,7 +235,7 @@ class OptimizerStep:
             return self._run_step(micro_batches, loss_fn)
 
     def _run_step(
-        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]
+        self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: StepLossFn[Batch]
     ) -> dict[str, float]:
         with (
             use_training_mode(self.model, dropout=self.settings.dropout),
@@ -234,9 +247,10 @@ class OptimizerStep:
                 )
             else:
                 self._clear_gradients()
+                tensor_loss_fn: Any = loss_fn  # sharded models have losses of autograd
                 device_parts, problem = self.sharded.accumulate_gradients(
                     micro_batches,
-                    loss_fn,
+                    tensor_loss_fn,
                     autocast=self.enable_autocast,
                     collect=self.master_weights.collect_gradients,
                     checks=checks,
@@ -305,7 +319,7 @@ class OptimizerStep:
         self.moved_steps += norm_value > 0
 
     def _accumulate_gradients(
-        self, micro_batches: list[Batch], loss_fn: LossFn[Batch], checks: DeferredChecks
+        self, micro_batches: list[Batch], loss_fn: StepLossFn[Batch], checks: DeferredChecks
     ) -> tuple[list[dict[str, Any]], str | None]:
         """Run backward for every micro-batch; if memory runs out, start again with the large ones halved.
 

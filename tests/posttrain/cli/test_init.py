@@ -77,7 +77,7 @@ def test_a_shipped_config_is_resolved_by_its_name_unless_there_is_a_file(tmp_pat
     assert load_settings("demo").name == "mine"
     with pytest.raises(
         SettingsError,
-        match=r"nothing: no such file, and no shipped config; these are shipped: agent, cartpole, curriculum, demo, ",
+        match=r"nothing: no such file, and no shipped config; these are shipped: acrobot, agent, cartpole, ",
     ):
         load_settings("nothing")
 

@@ -179,3 +179,68 @@ def test_what_is_no_network_is_refused(tmp_path):
     (tmp_path / "net" / WEIGHTS_FILE).write_bytes(b"\0" * 20)
     with pytest.raises(ModelError, match="contains no weights"):
         load_network(tmp_path / "net")
+
+
+@pytest.mark.parametrize("actions", [THREE, PLANE], ids=["discrete", "continuous"])
+def test_log_probabilities_and_entropies_are_those_of_the_trainer(actions):
+    model = build_actor_critic(actions, normalises=True, initial_log_std=-0.3)
+    model.statistics.update(draw_rows() * 3)
+    chosen, logprobs, entropies, values = model.get_action_and_value(
+        draw_rows(), generator=torch.Generator().manual_seed(0)
+    )
+    inputs = model.normalised(draw_rows())
+    expected = model.policy.logprobs_and_entropy(inputs, chosen)
+    torch.testing.assert_close((logprobs, entropies), expected)
+    torch.testing.assert_close(values, model.value(inputs))
+    evaluated = model.evaluate_actions(draw_rows(), chosen)
+    torch.testing.assert_close(evaluated, (values, logprobs, entropies))
+    assert model.get_action_and_value(draw_rows(), chosen)[0] is chosen
+    assert all(x.shape == (7,) and x.requires_grad for x in evaluated)
+    (evaluated[0].sum() + evaluated[1].sum() + evaluated[2].sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("actions", [THREE, PLANE], ids=["discrete", "continuous"])
+def test_samples_follow_the_generator_alone_and_are_torchs(actions):
+    model = build_actor_critic(actions)
+    generator = torch.Generator().manual_seed(4)
+    torch.manual_seed(1)
+    model.get_action_and_value(draw_rows(), generator=generator)
+    state = generator.get_state()
+    first = model.get_action_and_value(draw_rows(500), generator=generator)[0]
+    torch.manual_seed(2)
+    generator.set_state(state)  # as a resumed loop does
+    again = model.get_action_and_value(draw_rows(500), generator=generator)[0]
+    assert torch.equal(first, again)
+    assert not torch.equal(
+        first, model.get_action_and_value(draw_rows(500), generator=generator)[0]
+    )
+    torch.manual_seed(3)
+    expected = model.build_distribution(draw_rows()).sample()
+    torch.manual_seed(3)
+    assert torch.equal(model.get_action_and_value(draw_rows())[0], expected)
+
+
+def test_sampled_shares_and_moments():
+    model = build_actor_critic()
+    with torch.no_grad():
+        model.policy.layers[-1].bias.copy_(torch.tensor([0.0, math.log(3.0), math.log(6.0)]))
+        model.policy.layers[-1].weight.zero_()
+    generator = torch.Generator().manual_seed(0)
+    drawn = model.get_action_and_value(torch.zeros(20_000, 4), generator=generator)[0]
+    counts = torch.bincount(drawn, minlength=3) / 20_000
+    assert counts.tolist() == pytest.approx([0.1, 0.3, 0.6], abs=0.014)  # four standard errors
+    plane = build_actor_critic(PLANE, initial_log_std=math.log(0.5))
+    drawn = plane.get_action_and_value(torch.zeros(20_000, 4), generator=generator)[0]
+    assert drawn.std(0).tolist() == pytest.approx([0.5, 0.5], abs=0.01)
+
+
+def test_actions_that_do_not_exist_are_refused():
+    with pytest.raises(DataError, match="actions: 3 is not one of 0 to 2"):
+        build_actor_critic().evaluate_actions(draw_rows(2), torch.tensor([0, 3]))
+    with pytest.raises(DataError, match=r"actions: shape \(2,\), expected \(2, 2\)"):
+        build_actor_critic(PLANE).evaluate_actions(draw_rows(2), torch.zeros(2))
+    with pytest.raises(NonFiniteTensor, match="actions: nan"):
+        build_actor_critic(PLANE).evaluate_actions(draw_rows(1), torch.full((1, 2), math.nan))
+    with pytest.raises(NonFiniteTensor, match="outputs: nan"):
+        build_actor_critic().get_action_and_value(torch.full((1, 4), math.nan))

@@ -11,7 +11,9 @@ from rl_core.errors import CallbackError, EnvironmentFault, SettingsError
 from rl_core.networks import trainer as network_evaluation
 from rl_core.networks import trainer as trainer_module
 from rl_core.networks import vector_environment
-from rl_core.networks.trainer import NetworkTrainer
+from rl_core.networks.actor_critic import ActionSpace
+from rl_core.networks.network_update import compute_clip_eps
+from rl_core.networks.trainer import ActionNoise, NetworkTrainer
 from rl_core.settings import NetworkSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
@@ -92,12 +94,21 @@ VARIANTS = {
     "normalised": {"normalise_observations": True},
     "replayed": {"advantages": "vtrace", "replay": 2, "minibatches": 3},
     "adapted": {"desired_kl": 0.01, "ema_decay": 0.9},
+    "scheduled": {"clip_schedule": "linear", "min_clip_ratio": 0.1, "schedule": "linear"},
+    "scaled": {"normalise_rewards": True, "normalise_observations": True},
+    "correlated": {"noise_correlation": 0.9, "normalise_rewards": True, "gamma": 0.5},
 }
+CONTINUOUS = {"correlated"}
+
+
+def make_continuous_walker():
+    return Walker(continuous=True)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_cut_anywhere_it_is_the_run_in_one_piece(tmp_path, name):
     options = {**VARIANTS[name], "checkpoint_every": 1, "eval_every": 3, "patience": 50}
+    options["maker"] = make_continuous_walker if name in CONTINUOUS else Walker
     uninterrupted = build_trainer(**options)
     expected = MemoryTracker()
     train_network(uninterrupted, 7, expected)
@@ -137,11 +148,19 @@ def select_comparable(tracker):
     }
 
 
-@pytest.mark.parametrize(
-    "lost", ["environment", "rng", "recent", "environment_steps", "episodes", "buffers"]
-)
+SAVED_ITEMS = ["environment", "rng", "recent", "environment_steps", "episodes", "buffers"]
+
+
+@pytest.mark.parametrize("lost", [*SAVED_ITEMS, "reward_statistics", "noise"])
 def test_each_saved_item_is_missed(lost):
-    options = {"advantages": "vtrace", "replay": 1, "normalise_observations": True}
+    options = {
+        "advantages": "vtrace",
+        "replay": 1,
+        "normalise_observations": True,
+        "normalise_rewards": True,
+        "noise_correlation": 0.9,
+        "maker": make_continuous_walker,
+    }
     trainer = build_trainer(**options)
     for _ in range(3):
         trainer.step()
@@ -330,6 +349,9 @@ def test_replay_keeps_so_many_iterations():
             "learning_rate: 0.5 must lie between learning_rate_low",
         ),
         ({"hidden": (0,)}, "hidden: 0 must be at least 1"),
+        ({"min_clip_ratio": 0.5}, "min_clip_ratio: ends a falling clip range; set clip_schedule"),
+        ({"noise_correlation": 1.0}, "noise_correlation: 1.0 must be less than 1"),
+        ({"clip_schedule": "cosine"}, "clip_schedule: 'cosine'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options, words):
@@ -347,3 +369,111 @@ def test_lengths():
         6,
     )
     assert np.isfinite(build_trainer().step()["train/loss"])
+
+
+def test_the_clip_range_by_hand():
+    settings = NetworkSettings(clip_eps=0.3, clip_schedule="linear", min_clip_ratio=0.2)
+    # from 0.3 towards 0.06 at step 100: halfway 0.18, at a quarter 0.24
+    ranges = [compute_clip_eps(settings, step, 100) for step in (0, 25, 50, 100, 120)]
+    assert ranges == pytest.approx([0.3, 0.24, 0.18, 0.06, 0.06])
+    assert compute_clip_eps(NetworkSettings(clip_eps=0.3), 50, 100) == 0.3
+    to_zero = NetworkSettings(clip_schedule="linear")
+    assert 0 < compute_clip_eps(to_zero, 100, 100) < 1e-5  # a loss needs a range above 0
+
+
+def test_a_run_with_a_falling_clip_range_uses_it():
+    # five iterations of 8 optimizer steps: the clip range of each is that of its first step
+    options = {"environment_steps": 5 * 64, "minibatches": 2, "learning_rate": 0.02}
+    falling = build_trainer(clip_schedule="linear", **options)
+    metrics = [falling.step() for _ in range(5)]
+    assert [row["train/clip_eps"] for row in metrics] == pytest.approx(
+        [0.2, 0.16, 0.12, 0.08, 0.04]
+    )
+    constant = build_trainer(**options)
+    others = [constant.step() for _ in range(5)]
+    assert "train/clip_eps" not in others[0]
+    assert others[0]["train/loss"] == metrics[0]["train/loss"]
+    assert others[1]["train/loss"] != metrics[1]["train/loss"]
+
+
+def test_correlated_noise_by_hand():
+    space = ActionSpace("continuous", 1, (-1.0,), (1.0,), shape=(1,))
+    noise = ActionNoise(np.random.default_rng(0), 2, space, 0.6)
+    draws = [np.array([[1.0], [2.0]], np.float32), np.array([[0.5], [-1.0]], np.float32)]
+    assert noise.correlate(draws[0]).tolist() == [[1.0], [2.0]]  # the first of an episode
+    noise.end_episodes(np.array([False, True]))
+    # 0.6 x 1 + 0.8 x 0.5 = 1; a new episode: -1
+    assert noise.correlate(draws[1])[:, 0].tolist() == pytest.approx([1.0, -1.0])
+    assert noise.draw_steps(3).shape == (3, 2, 1)
+
+
+def test_correlated_noise_is_standard_normal_at_every_step():
+    space = ActionSpace("continuous", 1, (-1.0,), (1.0,), shape=(1,))
+    noise = ActionNoise(np.random.default_rng(0), 20_000, space, 0.9)
+    steps = [noise.correlate(independent).copy() for independent in noise.draw_steps(6)]
+    for step in steps:
+        assert float(step.std()) == pytest.approx(1.0, abs=0.02)  # four standard errors
+    correlation = np.corrcoef(steps[4][:, 0], steps[5][:, 0])[0, 1]
+    assert correlation == pytest.approx(0.9, abs=0.01)
+
+
+def test_correlated_noise_needs_numbers():
+    with pytest.raises(SettingsError, match="noise_correlation: needs continuous actions"):
+        build_trainer(noise_correlation=0.5)
+
+
+def test_rewards_are_normalised_for_learning_alone():
+    plain, scaled = build_trainer(), build_trainer(normalise_rewards=True)
+    first, second = plain.step(), scaled.step()
+    assert first["train/step_reward"] == second["train/step_reward"]
+    assert first["train/episode_return"] == second["train/episode_return"]
+    assert second["value/loss"] < first["value/loss"]
+    # a thousand times the rewards give the same first iteration, up to rounding
+    third = build_trainer(normalise_rewards=True, maker=HugeRewards).step()
+    assert third["train/step_reward"] == pytest.approx(1000 * second["train/step_reward"])
+    for name in ("policy/update_kl", "value/loss", "train/grad_norm"):
+        assert third[name] == pytest.approx(second[name], rel=1e-3), name
+
+
+class HugeRewards(Walker):
+    """A walker that earns a thousand times as much."""
+
+    def step(self, action):
+        seen, reward, *rest = super().step(action)
+        return seen, 1000 * reward, *rest
+
+
+class Blink(Walker):
+    """An environment whose every step truncates."""
+
+    def step(self, action):
+        seen, reward, *_ = super().step(action)
+        return seen, reward, False, True, {}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"normalise_rewards": True, "normalise_observations": True}]
+)
+def test_episodes_of_one_step(options):
+    trainer = build_trainer(maker=Blink, **options)
+    metrics = [trainer.step() for _ in range(3)][-1]
+    assert metrics["train/episode_length"] == 1.0 and metrics["train/episodes"] == 3 * 64
+    assert np.isfinite(metrics["train/loss"])
+    assert trainer.evaluate()["eval/truncated_rate"] == 1.0
+
+
+class NoReward(Walker):
+    def step(self, action):
+        seen, _, *rest = super().step(action)
+        return seen, float("nan") if self.calls > 20 else 0.0, *rest
+
+
+def test_nan_rewards_end_the_run_before_they_reach_weights_or_statistics():
+    trainer = build_trainer(maker=NoReward, normalise_rewards=True, normalise_observations=True)
+    trainer.step()  # 16 steps of each environment, all rewards 0
+    weights, state = copy_weights(trainer), trainer._reward_statistics.state_dict()
+    assert state["squares"] == 0.0 and all(bool(w.isfinite().all()) for w in weights.values())
+    with pytest.raises(EnvironmentFault, match=r"reward .*nan.* is not finite"):
+        trainer.step()
+    assert all(torch.equal(value, weights[name]) for name, value in copy_weights(trainer).items())
+    assert trainer._reward_statistics.state_dict()["count"] == state["count"]

@@ -6,8 +6,8 @@ import torch
 
 from rl_core.errors import DataError
 from rl_core.losses.advantages import vtrace
-from rl_core.networks.actor_critic import ActionSpace
-from rl_core.networks.network_update import StepBuffer
+from rl_core.networks.actor_critic import ActionSpace, ActorCritic, NetworkShape
+from rl_core.networks.step_buffer import RewardStatistics, StepBuffer
 from rl_core.networks.vector_environment import VectorStep
 
 
@@ -148,3 +148,130 @@ def test_what_is_read_does_not_change_when_the_buffer_is_filled_again():
     read = buffer.read_real_steps("observations")
     buffer.observations[:] = 7.0
     assert read.flatten().tolist() == [1.0, 2.0]
+
+
+def add_by_hand(**changes):
+    """Add the two steps of `test_steps_added_by_hand_give_a_batch`, with changes to the second."""
+    buffer = StepBuffer(2, 2, 1, ActionSpace("discrete", 2))
+    step = {
+        "observations_ND": [[1.0], [2.0]],
+        "actions": [0, 1],
+        "rewards_N": [1.0, 1.0],
+        "terminated_N": [False, True],
+        "truncated_N": [False, True],
+        "after_ND": [[4.0], [9.0]],
+    }
+    buffer.add(**step)
+    second = {
+        "observations_ND": torch.tensor([[4.0], [3.0]]),
+        "actions": np.array([1, 0]),
+        "rewards_N": np.array([2.0, 0.0]),
+        "terminated_N": [False, False],
+        "truncated_N": [True, False],
+        "after_ND": np.array([[6.0], [8.0]]),  # float64
+    }
+    buffer.add(**{**second, **changes})
+    return buffer
+
+
+class FirstNumber(ActorCritic):
+    """The value of an observation is its first number."""
+
+    def values(self, observations_BD):
+        return compute_value(observations_BD)
+
+
+def test_steps_added_by_hand_give_a_batch():
+    # gamma 0.5, lambda 1. Environment 0: V = 1, 4, then truncated at 6: 2 + 3 - 4 = 1; 1 + 2 - 1 + 0.5 x 1 = 2.5.
+    # Environment 1: terminated (and truncated, which does not matter): 1 - 2 = -1; then 0 + 4 - 3 = 1
+    model = FirstNumber(NetworkShape(1, ActionSpace("discrete", 2)), 0)
+    buffer = add_by_hand()
+    assert buffer.truncated.tolist() == [[False, False], [True, False]]
+    batch = buffer.build_batch(model, gamma=0.5, gae_lambda=1.0)
+    assert batch.observations_MD[:, 0].tolist() == [1.0, 4.0, 2.0, 3.0]
+    assert batch.advantages_M1[:, 0].tolist() == [2.5, 1.0, -1.0, 1.0]
+    assert batch.targets_M1[:, 0].tolist() == [3.5, 5.0, 1.0, 4.0]
+    assert batch.values_M1[:, 0].tolist() == [1.0, 4.0, 2.0, 3.0]
+    assert batch.actions.tolist() == [0, 1, 1, 0]
+    expected = model.evaluate_actions(batch.observations_MD, batch.actions)[1]
+    assert torch.equal(batch.old_logprobs_M1[:, 0], expected)
+    assert not batch.old_logprobs_M1.requires_grad
+
+
+def test_every_row_is_in_one_minibatch():
+    model = FirstNumber(NetworkShape(1, ActionSpace("discrete", 2)), 0)
+    batch = add_by_hand().build_batch(model, gamma=0.5, gae_lambda=1.0)
+    parts = batch.split_into_minibatches(3, np.random.default_rng(2))
+    assert [len(part.actions) for part in parts] == [2, 1, 1]
+    pairs = [torch.cat([p.observations_MD, p.advantages_M1], 1).tolist() for p in parts]
+    rows = [tuple(pair) for part in pairs for pair in part]
+    assert rows != [(1.0, 2.5), (4.0, 1.0), (2.0, -1.0), (3.0, 1.0)]
+    assert sorted(rows) == [(1.0, 2.5), (2.0, -1.0), (3.0, 1.0), (4.0, 1.0)]
+    again = batch.split_into_minibatches(3, np.random.default_rng(2))
+    assert all(torch.equal(a.actions, b.actions) for a, b in zip(parts, again, strict=True))
+    assert batch.split_into_minibatches(1, np.random.default_rng(1))[0] is batch
+    for count in (0, 5):
+        with pytest.raises(DataError, match=f"count: {count} minibatches of 4 rows"):
+            batch.split_into_minibatches(count, np.random.default_rng(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rewards_N": [1.0]}, r"rewards: shape \(1,\), expected \(2,\)"),
+        ({"rewards_N": [1.0, np.nan]}, "rewards: a number is not finite"),
+        ({"after_ND": [[1.0], [np.inf]]}, "after: a number is not finite"),
+        ({"observations_ND": [[1e300], [0.0]]}, "observations: a number is not finite"),
+        ({"actions": [[0], [1]]}, r"actions: shape \(2, 1\), expected \(2,\)"),
+        ({"actions": [0.5, 1.0]}, "actions: float64, expected integers"),
+        ({"actions": [0, 2]}, "actions: 2 is not one of 0 to 1"),
+    ],
+)
+def test_a_step_that_cannot_be_added_leaves_the_buffer_as_it_was(change, words):
+    with pytest.raises(DataError, match=words):
+        add_by_hand(**change)
+
+
+def test_a_buffer_that_is_not_full_is_not_read():
+    buffer = StepBuffer(2, 1, 1, ActionSpace("discrete", 2))
+    buffer.add([[1.0]], [0], [1.0], [False], [False], [[2.0]])
+    model = FirstNumber(NetworkShape(1, ActionSpace("discrete", 2)), 0)
+    with pytest.raises(DataError, match="the buffer contains 1 of 2 steps"):
+        buffer.build_batch(model, gamma=0.5, gae_lambda=1.0)
+    with pytest.raises(DataError, match="must all be at least 1"):
+        StepBuffer(0, 1, 1, ActionSpace("discrete", 2))
+
+
+def test_rewards_are_scaled_by_the_deviation_of_their_discounted_sums():
+    # gamma 0.5, one environment: r = 2, 4 (ends), 6, 8: sums 2, 5, 6, 11; mean 6, variance (16 + 1 + 0 + 25) / 4 = 10.5
+    statistics = RewardStatistics(1, 0.5)
+    parts = ([[2.0], [4.0]], [[False], [True]]), ([[6.0], [8.0]], [[False], [False]])
+    rewards = torch.tensor([2.0, -4.0, 1e9])
+    assert statistics.normalise(rewards) is rewards
+    for values, truncated in parts:
+        shape = np.shape(values)
+        statistics.update(
+            fill_buffer(np.zeros(shape), values, np.zeros(shape), truncated, np.zeros(shape))
+        )
+    assert (statistics.count, statistics.mean) == (4, 6.0)
+    assert statistics.squares / 4 == pytest.approx(10.5)
+    scaled = statistics.normalise(rewards).tolist()
+    assert scaled == pytest.approx([2 / 10.5**0.5, -4 / 10.5**0.5, 10.0])
+    # r = 1 continues the episode: 1 + 0.5 x 11
+    statistics.update(fill_buffer([[0.0]], [[1.0]], [[False]], [[False]], [[0.0]]))
+    assert statistics.sums_N.tolist() == [6.5]
+    other = RewardStatistics(1, 0.5)
+    other.load_state_dict(statistics.state_dict())
+    assert other.state_dict() == statistics.state_dict()
+    statistics.reset_sums()
+    assert statistics.sums_N.tolist() == [0.0] and other.sums_N.tolist() == [6.5]
+
+
+def test_a_step_that_only_resets_is_no_reward():
+    statistics = RewardStatistics(1, 0.5)
+    columns = [[0.0]] * 3
+    ends = {"terminated": [[True], [False], [False]], "truncated": [[False]] * 3}
+    is_action = [[True], [False], [True]]
+    buffer = fill_buffer(columns, [[4.0], [9.0], [2.0]], **ends, after=columns, is_action=is_action)
+    statistics.update(buffer)
+    assert (statistics.count, statistics.mean) == (2, 3.0)  # sums 4 and 2

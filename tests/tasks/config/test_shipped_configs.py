@@ -16,7 +16,13 @@ CONFIGS = sorted(
     for path in (ROOT / "configs").glob("*.yaml")
     if path.stem not in (SERVICE_CONFIG, ONLINE_CONFIG)
 )
-NEEDS = {"cartpole": "gymnasium"}  # a package that is an extra
+NEEDS = {  # a package that is an extra
+    "cartpole": "gymnasium",
+    "acrobot": "gymnasium",
+    "pendulum": "gymnasium",
+    "mountain-car": "gymnasium",
+    "lunar-lander": "Box2D",
+}
 LOADABLE = [
     pytest.param(
         path,
