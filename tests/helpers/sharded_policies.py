@@ -161,6 +161,8 @@ def list_scenarios(process_group, folder, numbers):
         "replay": ReplaySettings(),
     }
     yield "turn credit", lambda: run(of(**walk, **TWICE))
+    yield "dppo", lambda: run(of(algorithm="dppo", replay=ReplaySettings(), **TWICE))
+    yield "gdpo", lambda: run(of(algorithm="gdpo", rewards=make_inner_rewards(), **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
         critic = CriticSettings(kind=kind)

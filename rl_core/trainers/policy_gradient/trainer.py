@@ -54,7 +54,7 @@ from rl_core.trainers.policy_gradient.self_play import SelfPlay
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
-from rl_core.types import RolloutGroup
+from rl_core.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -423,6 +423,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             self._score_groups,
             num_groups=settings.prompts_per_iteration,
             num_retries=settings.sampling_tries,
+            measure_spread=self._measure_component_spread if self._needs_components else None,
         )
         metrics = sampled.compute_metrics()
         metrics |= self.process_group.run_on_rank_zero(
@@ -492,6 +493,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             task_weight=(
                 None if settings.turn_credit is None else self.rewards.weights.get("task", 0.0)
             ),
+            read_components=self._read_components if self._needs_components else None,
         )
         if settings.turn_credit is not None and fresh:
             warn_about_single_turns(fresh)
@@ -525,6 +527,25 @@ class PolicyGradientTrainer(RolloutTrainer):
         if "policy/ref_kl" in metrics:
             self.kl_coef = compute_next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
         return metrics
+
+    @property
+    def _needs_components(self) -> bool:
+        """True if advantages are estimated from the components of the reward."""
+        estimator = self.actor_critic.custom_functions.advantages
+        if estimator is not None:
+            return estimator.takes_components
+        return self.settings.algorithm == "gdpo"
+
+    def _read_components(self, rollout: Rollout) -> dict[str, tuple[float, float]]:
+        return self.rewards.read_components(rollout, self._scorer.penalties)
+
+    def _measure_component_spread(self, group: RolloutGroup) -> float:
+        """Return the largest range of a reward component in a group; groups of equal totals may differ in parts."""
+        known = [rollout for rollout in group.rollouts if not rollout.is_masked]
+        parts = [self._read_components(rollout) for rollout in known]
+        names = {name for components in parts for name in components}
+        values = ([components.get(name, (0.0, 0.0))[0] for components in parts] for name in names)
+        return max((max(column) - min(column) for column in values), default=0.0)
 
     def _check_numerics(self) -> dict[str, float]:
         """Compare the trainer with the sampler after an update, if due."""

@@ -67,6 +67,8 @@ FURTHER_POLICIES = [
     "thoughts adapters",
     "custom functions",
     "sapo",
+    "dppo",
+    "gdpo",
     "distill",
     "turn credit",
     "dynamic",
