@@ -19,6 +19,7 @@ from helpers.letters import FewLetters, Letters, Walk, make_trainer
 from helpers.thinkers import make_trainer as make_thinker
 from helpers.thinkers import renderer_of_texts, teach
 from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
+from rl_core.data.chat import ChatRenderer
 from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
@@ -42,11 +43,13 @@ from rl_core.settings import (
     RewardSettings,
     RollbackSettings,
     SamplingSettings,
+    SelfTeacherSettings,
     SFTSettings,
     TurnCreditSettings,
 )
 from rl_core.settings.distillation import DistilledPolicySettings
 from rl_core.tracking import MemoryTracker
+from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
@@ -404,7 +407,7 @@ def make_doubted():
     return trainer
 
 
-def make_distilled():
+def make_distilled(*, by_itself=False):
     settings = DistillationSettings(
         iterations=ITERATIONS,
         prompts_per_iteration=10,
@@ -417,9 +420,15 @@ def make_distilled():
     ).policy()
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     del values["rewards"]
+    teacher = LocalTeacher(copy.deepcopy(make_started_model(1)))
+    if by_itself:
+        values["model"] = model = copy.deepcopy(make_started_model(1))
+        values["group_size"] = 3
+        hint = SelfTeacherSettings(prompt="{prompt} {solution}", ema_decay=0.6)
+        teacher = SelfTeacher(model, ChatRenderer(make_tokenizer()), hint)
     trainer = make_trainer(
         make_tokenizer(),
-        teacher=LocalTeacher(copy.deepcopy(make_started_model(1))),
+        teacher=teacher,
         kind=DistilledPolicySettings,
         **values,
     )
@@ -498,7 +507,13 @@ SCENARIOS = {
     "sapo": Scenario(lambda: make_policy(algorithm="sapo", epochs=2)),
     "rloo": Scenario(lambda: make_policy(algorithm="rloo", **ADAPTIVE, kl_in="reward")),
     "reinforce": Scenario(lambda: make_policy(algorithm="reinforce", critic=CriticSettings())),
+    "dppo": Scenario(
+        lambda: make_policy(algorithm="dppo", epochs=2, minibatches=2, replay=REPLAY["replay"])
+    ),
+    "maxrl": Scenario(lambda: make_policy(algorithm="maxrl", maxrl_order=2)),
+    "gdpo": Scenario(lambda: make_policy(algorithm="gdpo", epochs=2)),
     "distill": Scenario(make_distilled),
+    "self distill": Scenario(lambda: make_distilled(by_itself=True)),
     "thoughts": Scenario(make_thoughts),
     "thoughts lora": Scenario(make_adapted_thoughts),
 }

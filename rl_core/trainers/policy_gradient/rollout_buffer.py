@@ -46,6 +46,7 @@ from rl_core.trainers.policy_gradient.advantages import (
 )
 from rl_core.trainers.policy_gradient.custom_functions import CustomFunctions, load_custom_functions
 from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.policy_gradient.turn_credit import (
     TurnComparison,
     estimate_token_advantages,
@@ -70,7 +71,8 @@ class ActorCriticModels:
     reference: PreTrainedModel | None = None
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
-    teacher: Teacher | None = None  # of a distillation: advantages come from it, not from rewards
+    # of a distillation: advantages come from it, not from rewards
+    teacher: Teacher | SelfTeacher | None = None
     custom_functions: CustomFunctions = field(default_factory=CustomFunctions)
     role_baselines: RoleBaselines | None = None  # None = the algorithm's comparison of rewards
 
@@ -84,7 +86,7 @@ def check_models(
     settings: PolicySettings,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
-    teacher: Teacher | None,
+    teacher: Teacher | SelfTeacher | None,
 ) -> None:
     """Refuse models that cannot be trained with these settings.
 
@@ -108,7 +110,7 @@ def build_actor_critic(
     settings: PolicySettings,
     pad_id: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
-    teacher: Teacher | None = None,
+    teacher: Teacher | SelfTeacher | None = None,
     custom_functions: CustomFunctions | None = None,
 ) -> ActorCriticModels:
     """Build the policy, critic and optimizers that the algorithm needs; freeze the reference.
@@ -262,7 +264,7 @@ class RolloutBuffer:
             models.append(actor_critic.reference)
         if isinstance(teacher, LocalTeacher):
             models.append(teacher.model)
-        elif teacher is not None and not isinstance(teacher, ServedTeacher):
+        elif teacher is not None and not isinstance(teacher, ServedTeacher | SelfTeacher):
             return False  # unknown passes
         critic = actor_critic.critic.critic if actor_critic.critic is not None else None
         if isinstance(critic, SeparateCritic):
@@ -330,6 +332,9 @@ class RolloutBuffer:
         teacher = self.actor_critic.teacher
         assert teacher is not None
         with span("teacher"):
+            if isinstance(teacher, SelfTeacher):
+                self.teacher_logprobs_RS = teacher.compute_row_logprobs(self, plan)
+                return
             self.teacher_logprobs_RS = self._fill_logprobs(plan, teacher.compute_logprobs)
 
     @torch.no_grad()

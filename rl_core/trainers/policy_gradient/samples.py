@@ -50,6 +50,7 @@ class TrainingSample:
     role: str = ""  # level and kind of the episode, for baselines by role
     # Reward components by name: value and weight; {} = nothing reads them.
     components: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    teacher_row: TrainRow | None = None  # the same completion after a self-teacher's prompt
     # [T] with credit by turn, where `advantage` is the rollout's alone; None = all tokens have `advantage`
     token_advantages: Sequence[float] | None = None
 

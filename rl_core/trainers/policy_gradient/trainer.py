@@ -50,6 +50,7 @@ from rl_core.trainers.policy_gradient.samples import (
     sample_groups_with_signal,
     warn_about_single_turns,
 )
+from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.policy_gradient.self_play import SelfPlay
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
@@ -131,7 +132,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         evaluator: Callable[[], Mapping[str, float]] | None = None,
         record: RolloutRecorder | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
-        teacher: Teacher | None = None,
+        teacher: Teacher | SelfTeacher | None = None,
         custom_functions: Mapping[str, Callable[..., Any]] | None = None,
         opponents_folder: Path | None = None,
     ) -> None:
@@ -334,6 +335,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Return the state besides weights and the policy's optimizer."""
         critic = self.actor_critic.critic_optimizer_step
         baselines, self_play = self.actor_critic.role_baselines, self._self_play
+        teacher = self._self_teacher
         return {
             "iteration": self.iteration,
             "rollouts_played": self.rollouts_played,
@@ -352,6 +354,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "numerics": self._numerics.state_dict(),
             **({"stream": self.stream.state_dict()} if self.stream is not None else {}),
             **({"role_baselines": dict(baselines.values)} if baselines is not None else {}),
+            **({"self_teacher": teacher.state_dict()} if teacher is not None else {}),
             **(
                 {"self_play": self_play.state_dict(self.iteration)} if self_play is not None else {}
             ),
@@ -379,6 +382,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.stream is not None:
             self.stream.load_state_dict(state["stream"])
         self._load_role_baselines(state)
+        if self._self_teacher is not None:
+            self._self_teacher.load_state_dict(state["self_teacher"])
         if self._self_play is not None:
             self._self_play.load_state_dict(state["self_play"])
 
@@ -387,7 +392,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         replay = self._replay.state_dict() if self._replay is not None else None
         state = {"kl_coef": self.kl_coef, "rewards": self.rewards.state_dict(), "replay": replay}
         baselines = self.actor_critic.role_baselines
-        return state if baselines is None else {**state, "role_baselines": dict(baselines.values)}
+        if baselines is not None:
+            state["role_baselines"] = dict(baselines.values)
+        if self._self_teacher is not None:
+            state["self_teacher"] = self._self_teacher.state_dict()
+        return state
 
     def _load_role_baselines(self, state: Mapping[str, Any]) -> None:
         """Load the running means of rewards by role, if the settings have them."""
@@ -411,6 +420,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
         self._load_role_baselines(state)
+        if self._self_teacher is not None:
+            self._self_teacher.load_state_dict(state["self_teacher"])
 
     def _play_and_score(
         self, rng: np.random.Generator
@@ -497,9 +508,14 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
         if settings.turn_credit is not None and fresh:
             warn_about_single_turns(fresh)
+        taught = {}
+        if self._self_teacher is not None:
+            taught = self._self_teacher.attach_prompts(self.groups, fresh)
         replayed = self._replay.draw_groups(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
-        metrics |= compute_masking_metrics(self.groups, mask_truncated=settings.mask_truncated)
+        metrics |= taught | compute_masking_metrics(
+            self.groups, mask_truncated=settings.mask_truncated
+        )
         if not fresh and not replayed:  # every group was dropped
             self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
@@ -524,9 +540,16 @@ class PolicyGradientTrainer(RolloutTrainer):
             metrics["train/replayed_rollouts"] = float(sum(map(len, replayed)))
             self._replay.add_groups(fresh)
         self._copy_advantages_to_groups(fresh)
+        if self._self_teacher is not None:
+            self._self_teacher.follow_policy()
         if "policy/ref_kl" in metrics:
             self.kl_coef = compute_next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
         return metrics
+
+    @property
+    def _self_teacher(self) -> SelfTeacher | None:
+        teacher = self.actor_critic.teacher
+        return teacher if isinstance(teacher, SelfTeacher) else None
 
     @property
     def _needs_components(self) -> bool:

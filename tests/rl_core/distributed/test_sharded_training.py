@@ -70,6 +70,7 @@ FURTHER_POLICIES = [
     "dppo",
     "gdpo",
     "distill",
+    "self distill",
     "turn credit",
     "dynamic",
     "ppo separate",
