@@ -64,7 +64,7 @@ def build_normalisation_table() -> str:
             label,
             ", ".join(scales),
             weights,
-            *(f"{gradient / slopes[0][0]:.2f}" for gradient in gradients),
+            *(f"{abs(gradient / slopes[0][0]):.2f}" for gradient in gradients),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return BEGIN + "\n" + "\n".join(lines) + "\n\n" + END

@@ -27,6 +27,7 @@ from claimed.intervals import estimate_interval  # noqa: E402
 
 import rl_core  # noqa: E402
 from rl_core.api.policy import load_policy  # noqa: E402
+from rl_core.environments.tools import Toolset  # noqa: E402
 from rl_core.evaluation import evaluate as play_episodes  # noqa: E402
 from rl_core.rollouts.episode_sequence import EpisodeRequest  # noqa: E402
 
@@ -54,6 +55,10 @@ class Sums(rl_core.Environment):
 
     name = "sums"
     levels = ("sum",)
+
+    @property
+    def tools(self):
+        return Toolset([])
 
     def episode(self, seed, level):
         return SumEpisode(seed, level)

@@ -13,7 +13,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,18 +26,28 @@ from rl_core.models.trainable_weights import collect_trainable_weights, swap_wei
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.rollouts.episode_sequence import Renderer
-from rl_core.settings import SelfTeacherSettings
-from rl_core.trainers.policy_gradient.samples import SampleGroup
+from rl_core.settings import PolicySettings, SelfTeacherSettings
+from rl_core.trainers.policy_gradient.samples import SampleGroup, TrainingSample
 from rl_core.types import Message, Rollout, RolloutGroup, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer, StepPlan
-
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{(\w+)\}")
 _BUILTIN_NAMES = ("prompt", "target", "solution", "feedback")
 SOLUTION_REWARD = 1.0  # of a rollout that is a solution, where the environment judges no success
+
+
+class TaughtBuffer(Protocol):
+    """The part of `rollout_buffer.RolloutBuffer` that the teacher's pass needs."""
+
+    samples: list[TrainingSample]
+    settings: PolicySettings
+    actor_critic: Any  # `ActorCriticModels`
+    shape: tuple[int, int]
+    device: torch.device
+    mask_RS: torch.Tensor
+    host_mask_RS: torch.Tensor
 
 
 class SelfTeacher:
@@ -108,7 +118,9 @@ class SelfTeacher:
         return {"train/taught_rate": num_taught / max(1, num_rollouts)}
 
     @torch.no_grad()
-    def compute_row_logprobs(self, buffer: RolloutBuffer, plan: StepPlan) -> torch.Tensor:
+    def compute_row_logprobs(
+        self, buffer: TaughtBuffer, plan: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
         """Compute log-probs [R, S] of the tokens at their places in the policy's rows, 0 where there is no loss."""
         logprobs_RS = torch.zeros(buffer.shape, device=buffer.device)
         optimizer_step = buffer.actor_critic.optimizer_step
@@ -162,7 +174,7 @@ class SelfTeacher:
             return tensor.dtype
         return torch.promote_types(tensor.dtype, torch.float32)
 
-    def _iter_batches(self, buffer: RolloutBuffer, indices: Sequence[int]) -> list[TrainBatch]:
+    def _iter_batches(self, buffer: TaughtBuffer, indices: Sequence[int]) -> list[TrainBatch]:
         """Build this process's micro-batches of the teacher's rows, on the policy's device."""
         optimizer_step = buffer.actor_critic.optimizer_step
         has_loss = buffer.host_mask_RS.any(1).tolist()

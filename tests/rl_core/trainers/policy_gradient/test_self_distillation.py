@@ -161,15 +161,13 @@ def test_advantages_are_those_of_the_teachers_weights_after_its_prompt(
     trainer.policy.load_state_dict(after)
 
 
-def test_weights_come_back_bit_for_bit_after_the_teachers_pass(tokenizer):
+def test_the_policy_has_its_own_weights_after_the_teachers_pass(tokenizer):
     trainer = build_trainer(tokenizer, SelfTeacherSettings(weights="initial"), learning_rate=1e-9)
     trainer.step()
     before = weights(trainer)
-    trainer.actor_critic.teacher._weights["lm_head.weight"].mul_(3)
-    groups, samples = trainer.groups, []
-    assert groups and not samples
-    with torch.no_grad():
-        trainer.step()
+    for tensor in trainer.actor_critic.teacher._weights.values():
+        tensor.mul_(3)
+    assert trainer.step()["policy/teacher_kl"] > 0
     assert torch.allclose(weights(trainer), before, atol=1e-7)
 
 
@@ -213,19 +211,24 @@ def test_the_policy_comes_to_answer_as_with_the_hint(tokenizer):
         ModelSettings(preset="nano", context=CONTEXT, device="cpu"), tokenizer, 0
     )
     renderer = ChatRenderer(tokenizer)
+    answers = {}  # hint -> a right letter that ends the action, see `make_trainer`
+    for hint, letters in (("abc", "abcdefghijklm"), ("xyz", "nopqrstuvwxyz")):
+        ids = [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
+        answers[hint] = next(number for number in ids if number % 2 == 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
         optimizer.zero_grad()
-        for level, letter in (("low", "a"), ("high", "x")):
-            for seed in range(3):
-                text = f"{level}{seed}\n\nThe right answer is: {'abc' if letter == 'a' else 'xyz'}"
-                messages = [
-                    {"role": "system", "content": "s"},
-                    {"role": "user", "content": text},
-                ]
-                ids = torch.tensor([renderer.prompt_ids(messages)])
-                target = tokenizer.convert_tokens_to_ids(letter)
-                (-model(input_ids=ids).logits[0, -1].log_softmax(-1)[target]).backward()
+        for hint, answer in answers.items():
+            for level in ("low", "high"):  # the hint decides, not the question
+                for seed in range(3):
+                    text = f"{level}{seed}\n\nThe right answer is: {hint}"
+                    messages = [
+                        {"role": "system", "content": "s"},
+                        {"role": "user", "content": text},
+                    ]
+                    prompt = torch.tensor([renderer.prompt_ids(messages)])
+                    logp = model(input_ids=prompt).logits[0, -1].log_softmax(-1)
+                    (-logp[answer]).backward()
         optimizer.step()
     trainer = build_trainer(
         tokenizer,
@@ -233,12 +236,11 @@ def test_the_policy_comes_to_answer_as_with_the_hint(tokenizer):
         model=model,
         prompts_per_iteration=12,
         learning_rate=5e-3,
-        sampling=SamplingSettings(max_completion_tokens=1),
     )
     rows = [trainer.step() for _ in range(30)]
     kl = [row["policy/teacher_kl"] for row in rows]
     success = [row["train/success_rate"] for row in rows]
-    assert sum(kl[-5:]) < 0.3 * sum(kl[:5])
+    assert sum(kl[-5:]) < 0.5 * sum(kl[:5])
     assert sum(success[-5:]) / 5 > sum(success[:3]) / 3 + 0.2
 
 
@@ -259,7 +261,13 @@ def test_only_rollouts_with_a_hint_are_taught(tokenizer):
         tokenizer, SelfTeacherSettings(prompt="{prompt} {feedback}", weights="current")
     )
     metrics = trainer.step()
-    assert metrics["train/taught_rate"] == pytest.approx(1 - metrics["train/success_rate"])
+    informed = [
+        "feedback" in rollout.trajectory.info
+        for group in trainer.groups
+        for rollout in group.rollouts
+    ]
+    assert 0 < sum(informed) < len(informed)
+    assert metrics["train/taught_rate"] == pytest.approx(sum(informed) / len(informed))
 
 
 @pytest.mark.parametrize("prompt", ["{prompt} {feedback}", "{prompt} {missing}"])
@@ -307,8 +315,9 @@ def test_the_entry_point_trains_and_refuses():
 
     training = distil(self_teacher={"prompt": "{prompt} {feedback}", "weights": "current"})
     assert "train/taught_rate" in training.trainer.step()
+    policy, mistyped = small_policy(), SelfTeacherSettings(prompt="{prompt} {answr}")
     with pytest.raises(SettingsError, match=r"self_teacher.prompt: '\{answr\}' is none of prompt"):
-        distil(self_teacher={"prompt": "{prompt} {answr}"})
+        SelfTeacher(policy.model, policy.renderer, mistyped, columns=("answer",))
     with pytest.raises(SettingsError, match="tells the teacher nothing"):
         distil(self_teacher={"prompt": "{prompt} again"})
     with pytest.raises(SettingsError, match="set one of the two"):
