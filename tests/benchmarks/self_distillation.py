@@ -2,9 +2,9 @@
 
     python tests/benchmarks/self_distillation.py OUTPUT.json [--seeds 0 1 2] [--iterations 40]
 
-The task: sums of two numbers from 1 to 20, answered at once. A model from scratch is fine-tuned on answers of which two
+The task: sums of two numbers from 1 to 10, answered at once. A model from scratch is fine-tuned on answers of which two
 in five are right, and, for other rows, to copy a number that its prompt says is the right answer. Then each arm takes
-the same number of rollouts (16 prompts x 8 an iteration). Success: all 400 sums, each answered 4 times at temperature
+the same number of rollouts (16 prompts x 8 an iteration). Success: all 100 sums, each answered 8 times at temperature
 1. Intervals over seeds (Student's t).
 """
 
@@ -32,7 +32,7 @@ from rl_core.evaluation import evaluate as play_episodes  # noqa: E402
 from rl_core.rollouts.episode_sequence import EpisodeRequest  # noqa: E402
 
 HINT = "{{prompt}} The right answer is {{{name}}}"
-PAIRS = [(a, b) for a in range(1, 21) for b in range(1, 21)]
+PAIRS = [(a, b) for a in range(1, 11) for b in range(1, 11)]
 
 
 class SumEpisode(rl_core.Episode):
@@ -71,7 +71,7 @@ def make_rows(seed):
             wrong = a + b + rng.choice([-3, -2, -1, 1, 2, 3])
             answer = a + b if rng.random() < 0.4 else wrong
             rows.append({"prompt": f"{a} + {b} = ?", "completion": str(answer)})
-            said = rng.randint(0, 60)
+            said = rng.randint(2, 20)
             hinted = HINT.format(name="target").format(prompt=f"{a} + {b} = ?", target=said)
             rows.append({"prompt": hinted, "completion": str(said)})
     return rows
@@ -88,7 +88,7 @@ def train_start(seed, folder):
         model,
         rows,
         heldout=0.0,
-        settings=dict(epochs=12, batch_size=64, learning_rate=3e-3, eval_every=0, warmup_steps=20),
+        settings=dict(epochs=40, batch_size=64, learning_rate=3e-3, eval_every=0, warmup_steps=20),
         seed=seed,
     )
     training.run()
@@ -99,7 +99,7 @@ SHARED = dict(
     iterations=40,
     prompts_per_iteration=16,
     group_size=8,
-    learning_rate=3e-4,
+    learning_rate=1e-3,
     warmup_steps=5,
     eval_every=0,
     patience=None,
@@ -129,11 +129,11 @@ def measure_success(policy, seed):
         backend,
         policy.renderer,
         [EpisodeRequest("sum", number) for number in range(len(PAIRS))],
-        samples=4,
+        samples=8,
         sampling=rl_core.SamplingSettings(max_completion_tokens=6),
         seed=seed,
     )
-    return 100 * statistics.fmean(episode.successes / 4 for episode in result.episodes)
+    return 100 * statistics.fmean(episode.successes / 8 for episode in result.episodes)
 
 
 def run_arm(name, start, seed, iterations):

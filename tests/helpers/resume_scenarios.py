@@ -19,7 +19,6 @@ from helpers.letters import FewLetters, Letters, Walk, make_trainer
 from helpers.thinkers import make_trainer as make_thinker
 from helpers.thinkers import renderer_of_texts, teach
 from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
-from rl_core.data.chat import ChatRenderer
 from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
@@ -43,13 +42,11 @@ from rl_core.settings import (
     RewardSettings,
     RollbackSettings,
     SamplingSettings,
-    SelfTeacherSettings,
     SFTSettings,
     TurnCreditSettings,
 )
 from rl_core.settings.distillation import DistilledPolicySettings
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
@@ -407,7 +404,7 @@ def make_doubted():
     return trainer
 
 
-def make_distilled(*, by_itself=False):
+def make_distilled():
     settings = DistillationSettings(
         iterations=ITERATIONS,
         prompts_per_iteration=10,
@@ -421,11 +418,6 @@ def make_distilled(*, by_itself=False):
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     del values["rewards"]
     teacher = LocalTeacher(copy.deepcopy(make_started_model(1)))
-    if by_itself:
-        values["model"] = model = copy.deepcopy(make_started_model(1))
-        values["group_size"] = 3
-        hint = SelfTeacherSettings(prompt="{prompt} {solution}", ema_decay=0.6)
-        teacher = SelfTeacher(model, ChatRenderer(make_tokenizer()), hint)
     trainer = make_trainer(
         make_tokenizer(),
         teacher=teacher,
@@ -513,7 +505,6 @@ SCENARIOS = {
     "maxrl": Scenario(lambda: make_policy(algorithm="maxrl", maxrl_order=2)),
     "gdpo": Scenario(lambda: make_policy(algorithm="gdpo", epochs=2)),
     "distill": Scenario(make_distilled),
-    "self distill": Scenario(lambda: make_distilled(by_itself=True)),
     "thoughts": Scenario(make_thoughts),
     "thoughts lora": Scenario(make_adapted_thoughts),
 }

@@ -19,7 +19,7 @@ import torch
 
 from rl_core.distributed import DummyBatch
 from rl_core.environments.environment import warn_once
-from rl_core.errors import SettingsError, suggest_name
+from rl_core.errors import CheckpointError, SettingsError, suggest_name
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.trainable_weights import collect_trainable_weights, swap_weights
@@ -163,7 +163,11 @@ class SelfTeacher:
         return {name: tensor.to("cpu", copy=True) for name, tensor in self._weights.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`."""
+        """Load a `state_dict`. Raises: CheckpointError for weights of another model."""
+        if state.keys() != self.state_dict().keys():
+            raise CheckpointError(
+                "self_teacher: the checkpoint has averaged weights of another model"
+            )
         for name, tensor in state.items():
             assert self._weights is not None
             self._weights[name].copy_(tensor)

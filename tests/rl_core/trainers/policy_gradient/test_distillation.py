@@ -335,10 +335,7 @@ def test_settings_of_a_distillation():
     assert [dict(stage.levels) for stage in policy.curriculum] == [{"low": 1.0}]
     names = {field.name for field in dataclasses.fields(PolicySettings)}
     custom = {field.name for field in dataclasses.fields(DistillationSettings)} - names
-    assert custom == {
-        "teacher",
-        "levels",
-    }  # all others mean the same as in the policy's settings
+    assert custom == {"teacher", "self_teacher", "levels"}  # all others mean the same as in the policy's settings
     with pytest.raises(SettingsError, match=r"temperature: 0\.5 with a served teacher"):
         DistillationSettings(
             teacher=TeacherSettings(url="http://h:1", model="m"),

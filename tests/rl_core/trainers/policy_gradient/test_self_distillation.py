@@ -17,7 +17,7 @@ import rl_core
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
-from rl_core.errors import SettingsError
+from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models import causal_lm
 from rl_core.models.lora import add_adapter
 from rl_core.settings import (
@@ -201,7 +201,9 @@ def test_an_average_that_is_not_restored_is_noticed(tokenizer):
     second.optimizer_step.load_state_dict(first.optimizer_step.state_dict())
     state = first.state_dict()
     assert len(state["self_teacher"]) > 5
-    second.load_state_dict({**state, "self_teacher": {}})
+    with pytest.raises(CheckpointError, match="averaged weights of another model"):
+        second.load_state_dict({**state, "self_teacher": {}})
+    second.load_state_dict({**state, "self_teacher": build().state_dict()["self_teacher"]})
     assert first.step()["policy/teacher_kl"] != second.step()["policy/teacher_kl"]
 
 
