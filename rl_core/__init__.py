@@ -155,6 +155,7 @@ if TYPE_CHECKING:
         RolloutSettings,
         SamplingSettings,
         SelfPlaySettings,
+        SelfTeacherSettings,
         ServiceEngineSettings,
         ServiceServerSettings,
         ServiceSettings,
@@ -290,6 +291,7 @@ __all__ = [
     "UnknownAnswer",
     "ToolUseSettings",
     "SelfPlaySettings",
+    "SelfTeacherSettings",
     "GameOutcome",
     "TurnCreditSettings",
     "TwoPlayerEnvironment",
@@ -393,7 +395,7 @@ _PUBLIC_NAMES = {
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
         "RolloutServerSettings RolloutSettings SFTSettings "
-        "RoleBaselineSettings SamplingSettings SelfPlaySettings "
+        "RoleBaselineSettings SamplingSettings SelfPlaySettings SelfTeacherSettings "
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineRolloutSettings OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "
         "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings ServingSettings Settings "

@@ -190,6 +190,8 @@ class Rollout:
     context_starts: list[int] = field(default_factory=list)  # ascending indices of completion_ids
     # (sampled tokens before it, policy version) of asynchronous rollouts, ascending; [] = one version for all tokens
     version_starts: list[tuple[int, int]] = field(default_factory=list)
+    # before the first action, as rendered into prompt_ids; [] = unknown (an agent's episodes, recorded ones)
+    messages: list[Message] = field(default_factory=list)
 
     @property
     def temperature(self) -> float:

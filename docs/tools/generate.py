@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any, Literal, Union
 
 DOCS = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
+sys.path[:0] = [str(DOCS.parent), str(DOCS / "tools")]  # called as a file, from a checkout
+
+from normalisation import replace_table  # noqa: E402
 
 from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricGroup  # noqa: E402
 from rl_core.settings import DistillationSettings, PolicySettings, Settings  # noqa: E402
@@ -38,6 +40,7 @@ NOTE = "<!-- Written by docs/tools/generate.py; edit the source named below inst
 CONFIGURATION = DOCS / "configuration"
 LOG_FIELDS = Path(__file__).with_name("update_log_fields.csv")
 COMING_FROM = Path(__file__).with_name("coming_from.txt")
+ALGORITHMS = DOCS / "algorithms.md"  # one table of it
 GLOSSARY = Path(__file__).with_name("glossary.csv")
 
 _TYPES = {int: "int", float: "float", str: "text", bool: "bool"}
@@ -231,6 +234,7 @@ def build_pages() -> dict[Path, str]:
         **build_configuration_pages(),
         DOCS / "metrics.md": build_metrics_page(),
         DOCS / "coming-from.md": build_coming_from_page(),
+        ALGORITHMS: replace_table(ALGORITHMS.read_text(encoding="utf-8")),
     }
 
 

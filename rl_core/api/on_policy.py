@@ -102,7 +102,9 @@ def grpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """Train with GRPO, or the related algorithm in `settings.algorithm` (dr_grpo, dapo, gspo, cispo, sapo, rloo).
+    """Train with GRPO, or the related algorithm in `settings.algorithm`.
+
+    They are dr_grpo, dapo, gspo, cispo, sapo, dppo, maxrl, gdpo and rloo.
 
     `settings.turn_credit` gives each turn of a rollout its advantage (GiGPO).
     Arguments and errors: `policy_gradient`.
@@ -284,7 +286,7 @@ def distill(
 
     Args:
         teacher: a model with the policy's vocabulary: folder, hub name, pair or policy; None = `settings.teacher`,
-            which may also name a server.
+            which may also name a server, or the policy itself as `settings.self_teacher` says.
         others: as in `policy_gradient`; rewards are only measured.
     Raises: as `policy_gradient`; SettingsError for a teacher with another vocabulary.
     """
@@ -299,9 +301,16 @@ def distill(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     recent = _build_recent_rollouts(folder)
+    if settings.self_teacher is not None and teacher is not None:
+        raise SettingsError(
+            "teacher: settings.self_teacher makes the policy its own teacher; set one of the two"
+        )
+    loaded = None
+    if settings.self_teacher is None:
+        loaded = load_teacher(settings.teacher, policy, teacher)
     recipe = build_distillation_recipe(
         policy,
-        load_teacher(settings.teacher, policy, teacher),
+        loaded,
         environment,
         settings,
         seed,

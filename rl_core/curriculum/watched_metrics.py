@@ -143,6 +143,11 @@ _CONDITIONAL_METRICS = (
         "algorithm: sapo",
     ),
     _ConditionalMetrics(
+        {"policy/divergence_mean": _COUNT_RANGE},
+        lambda s: s.algorithm == "dppo" and s.loss is None,
+        "algorithm: dppo",
+    ),
+    _ConditionalMetrics(
         {"policy/update_kl_exact": _COUNT_RANGE},
         lambda s: s.trust_region_kl == "exact",
         "trust_region_kl: exact",
@@ -154,7 +159,7 @@ _CONDITIONAL_METRICS = (
     ),
     _ConditionalMetrics(
         {"policy/importance_mean": _COUNT_RANGE, "policy/effective_sample_share": _SHARE_RANGE},
-        lambda s: s.corrects_sampler,
+        lambda s: s.importance != "none" or s.importance_mask != "none",
         "importance, or importance_mask",
     ),
     _ConditionalMetrics(

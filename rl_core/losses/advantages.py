@@ -1,11 +1,12 @@
-"""Advantage estimation: group-relative, batch-normalised, by role, and GAE over token sequences.
+"""Advantage estimation: group-relative, by reward component, batch-normalised, by role, and GAE over token sequences.
 
-Suffixes: P prompts, G rollouts per prompt, B rows, T tokens, N loss tokens of a row packed to the left (of
-`role_advantages`: rollouts in the order in which their rewards are taken), C of a chunk.
+Suffixes: P prompts, G rollouts per prompt, K reward components, B rows, T tokens, N loss tokens of a row packed to the
+left (of `role_advantages`: rollouts in the order in which their rewards are taken), C of a chunk.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -76,6 +77,79 @@ def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") 
     return torch.where(
         std_P1 < STD_FLOOR, torch.zeros_like(centered_PG), centered_PG / (std_P1 + STD_EPS)
     )
+
+
+def maxrl_advantages(rewards_PG: torch.Tensor, *, order: int | None = None) -> torch.Tensor:
+    """Compute MaxRL advantages, A = (r - mean) / mean over the rollouts of each prompt.
+
+    With rewards 0 and 1 and p the probability of success, the policy gradient with these advantages is unbiased for
+    that of -sum_{k=1..T} (1 - p)^k / k, the expansion of log p up to order T. Here T = G - 1: the mean includes the
+    rollout itself, and a group without a success gives 0. A smaller `order` T is the mean over all subsets of T + 1
+    rollouts, A = (r - mean) G ((1 - q) / K - q / (G - K)) with K successes and q the share of subsets without one:
+    order 1 is rloo.
+
+    A mean below max(r) / G, which takes negative rewards, is replaced by it; a group without a positive reward gives 0.
+
+    Args:
+        rewards_PG: float [P, G], at least 0; with `order` 0 or 1.
+        order: T, at least 1; None, or G - 1 and above: (r - mean) / mean.
+    Returns: float [P, G]; every row sums to 0.
+    Raises: DataError as `group_advantages`, for an order below 1, or for other rewards than 0 and 1 with an order.
+    Source: Tajwar et al. 2026, arXiv:2602.02710. The order of the estimator, and the mean over subsets, are derived
+        here and checked by enumeration in `tests/rl_core/losses/test_maxrl_and_gdpo.py`.
+    """
+    _check_rewards(rewards_PG)
+    if order is not None and order < 1:
+        raise DataError(f"order: {order} must be at least 1")
+    size = rewards_PG.shape[1]
+    mean_P1 = rewards_PG.mean(1, keepdim=True)
+    centered_PG = rewards_PG - mean_P1
+    if order is not None and not bool(((rewards_PG == 0) | (rewards_PG == 1)).all()):
+        raise DataError(
+            "rewards: an order of the expansion counts successes, so each reward must be 0 or 1"
+        )
+    if order is None or order >= size - 1:
+        best_P1 = rewards_PG.amax(1, keepdim=True)
+        scale_P1 = torch.maximum(mean_P1, best_P1 / size)
+        has_success_P1 = best_P1 > 0
+        advantages_PG = centered_PG / torch.where(has_success_P1, scale_P1, 1.0)
+        return torch.where(has_success_P1, advantages_PG, torch.zeros_like(centered_PG))
+    factors = [_compute_maxrl_factor(size, successes, order) for successes in range(size + 1)]
+    counts_P = rewards_PG.sum(1).round().long()
+    factors_P = torch.tensor(factors, dtype=rewards_PG.dtype, device=rewards_PG.device)[counts_P]
+    return centered_PG * factors_P[:, None]
+
+
+def _compute_maxrl_factor(size: int, successes: int, order: int) -> float:
+    """Compute G ((1 - q) / K - q / (G - K)), q = C(G - K, T + 1) / C(G, T + 1); 0 if all rewards are equal."""
+    failures = size - successes
+    if not successes or not failures:
+        return 0.0
+    share_without = math.comb(failures, order + 1) / math.comb(size, order + 1)
+    return size * ((1 - share_without) / successes - share_without / failures)
+
+
+def decoupled_advantages(rewards_GK: torch.Tensor, weights_K: torch.Tensor) -> torch.Tensor:
+    """Compute sum_k w_k grpo(r_k) of one group: each reward component is normalised on its own, then weighed.
+
+    A component that is constant in the group contributes 0, however large. GDPO divides the result by its standard
+    deviation over the batch: apply `batch_advantages` to all groups together.
+
+    Args:
+        rewards_GK: float [G, K], the components before their weights.
+        weights_K: float [K], of either sign.
+    Returns: float [G]; sums to 0; all 0 for a group of one.
+    Raises: DataError on shapes or non-finite values.
+    Source: Liu et al. 2026, GDPO, arXiv:2601.05242.
+    """
+    if rewards_GK.ndim != 2 or weights_K.shape != rewards_GK.shape[1:]:
+        raise DataError(
+            f"rewards: shape {tuple(rewards_GK.shape)} with weights {tuple(weights_K.shape)}, expected [G, K] and [K]"
+        )
+    check_finite(weights=weights_K)
+    if not weights_K.numel():
+        return rewards_GK.new_zeros(len(rewards_GK))
+    return weights_K @ group_advantages(rewards_GK.T)
 
 
 def batch_advantages(

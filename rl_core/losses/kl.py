@@ -1,7 +1,7 @@
 """Kullback-Leibler divergence: sample-based estimators, exact and truncated values, coefficient controllers.
 
-`truncated_forward_kl` works from a recorded part of the old distribution: its most likely tokens and the total mass of
-all others.
+`truncated_forward_kl` and `top_k_divergence` work from a part of the old distribution: its most likely tokens and the
+total mass of all others; `binary_divergence` from the sampled token alone.
 
 Suffixes: B rows, T tokens, N positions, V vocabulary, K recorded tokens. All values in nats.
 """
@@ -18,6 +18,8 @@ from rl_core.losses.aggregation import aggregate
 from rl_core.losses.masking import check_count, check_finite, check_inputs, fill_masked
 
 KLEstimator = Literal["k1", "k2", "k3"]
+DivergenceKind = Literal["tv", "kl"]
+NO_TOKEN = -1e4  # nats; a probability of 0
 K3_LIMIT = 10.0  # exp(10) = 22,026: beyond it a single token would dominate the batch
 _MIN_REST_MASS = (
     1e-12  # of the new policy's unrecorded tokens: keeps the KL finite if they have no mass
@@ -206,3 +208,59 @@ def truncated_forward_kl(
     new_log_rest_N = torch.log(new_rest_N.clamp(min=_MIN_REST_MASS))
     rest_kl_N = torch.xlogy(old_rest_N, old_rest_N) - old_rest_N * new_log_rest_N
     return recorded_kl_N + torch.where(old_rest_N > 0, rest_kl_N, torch.zeros_like(rest_kl_N))
+
+
+@torch.no_grad()
+def binary_divergence(
+    logprobs: torch.Tensor, old_logprobs: torch.Tensor, kind: DivergenceKind
+) -> torch.Tensor:
+    """Compute a divergence of the old from the current policy that tells the sampled token from all others only.
+
+    With p and q the sampled token's probabilities under the current and the old policy:
+    tv: |p - q|; kl: q log(q / p) + (1 - q) log((1 - q) / (1 - p)). Both are lower bounds of the total variation and of
+    KL(old || current) over the vocabulary (data processing).
+
+    Args:
+        logprobs, old_logprobs: float of one shape, nats, at most 0 up to rounding.
+    Returns: of that shape, detached.
+    Raises: DataError for an unknown kind.
+    Source: Qi et al. 2026, arXiv:2602.04879 (binary approximation).
+    """
+    if kind not in ("tv", "kl"):
+        raise DataError(f"kind: '{kind}' must be tv or kl")
+    new, old = logprobs.clamp(max=0.0), old_logprobs.clamp(max=0.0)
+    if kind == "tv":
+        return (new.exp() - old.exp()).abs()
+    old_rest = -torch.expm1(old)
+    new_rest = (-torch.expm1(new)).clamp(min=_MIN_REST_MASS)
+    rest = torch.xlogy(old_rest, old_rest) - old_rest * new_rest.log()
+    return old.exp() * (old - new) + rest
+
+
+@torch.no_grad()
+def top_k_divergence(
+    logprobs_NK: torch.Tensor, old_logprobs_NK: torch.Tensor, kind: DivergenceKind
+) -> torch.Tensor:
+    """Compute a divergence of the old from the current policy over some tokens, all others merged into one.
+
+    tv: 1/2 (sum_k |p_k - q_k| + |P - Q|); kl: `truncated_forward_kl`. P and Q are the masses of all other tokens.
+
+    Args:
+        logprobs_NK, old_logprobs_NK: float [N, K], nats, of the same distinct tokens. An entry without a token is
+            `NO_TOKEN` in both.
+    Returns: float [N], detached; a lower bound of the divergence over the vocabulary.
+    Raises: DataError on shapes, non-finite values, or an unknown kind.
+    Source: Qi et al. 2026, arXiv:2602.04879 (top-K approximation).
+    """
+    if kind not in ("tv", "kl"):
+        raise DataError(f"kind: '{kind}' must be tv or kl")
+    old_rest_N = 1.0 - old_logprobs_NK.exp().sum(-1)
+    if kind == "kl":
+        return truncated_forward_kl(old_logprobs_NK, old_rest_N, logprobs_NK)
+    if logprobs_NK.shape != old_logprobs_NK.shape or logprobs_NK.ndim != 2:
+        raise DataError(
+            f"top-k divergence: shapes {tuple(logprobs_NK.shape)} and {tuple(old_logprobs_NK.shape)}, expected [N, K]"
+        )
+    check_finite(logprobs=logprobs_NK, old_logprobs=old_logprobs_NK)
+    differences_NK = logprobs_NK.exp() - old_logprobs_NK.exp()
+    return 0.5 * (differences_NK.abs().sum(-1) + differences_NK.sum(-1).abs())

@@ -15,7 +15,13 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.aggregation import aggregate
 from rl_core.losses.host_reads import check_condition
-from rl_core.losses.kl import kl_k1, kl_k3, truncated_forward_kl
+from rl_core.losses.kl import (
+    DivergenceKind,
+    binary_divergence,
+    kl_k1,
+    kl_k3,
+    truncated_forward_kl,
+)
 from rl_core.losses.masking import (
     check_count,
     check_finite,
@@ -26,6 +32,7 @@ from rl_core.losses.masking import (
 )
 
 LOG_RATIO_LIMIT = 20.0
+DPPO_WEIGHT_CAP = 20.0
 NOT_RECORDED = -1e4  # nats; log-probabilities up to here mark entries without a token
 Metrics = dict[str, torch.Tensor]
 
@@ -133,6 +140,75 @@ def cispo_loss(
             "clip_fraction": masked_sum((ratio_BT > 1 + clip_eps_high).float(), loss_mask_BT)
             / count,
             **_compute_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
+        }
+    return loss, metrics
+
+
+def dppo_loss(
+    logprobs_BT: torch.Tensor,
+    sampler_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    threshold: float = 0.15,
+    threshold_high: float | None = None,
+    kind: DivergenceKind = "tv",
+    divergence_BT: torch.Tensor | None = None,
+    loss_weights_BT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """Compute the DPPO loss L = -M stopgrad(min(r, 20)) A logprobs, masked by a divergence instead of the ratio.
+
+    M = 0 where the update would lead further away from a policy that is too far already: at A > 0 and r > 1 if the
+    divergence exceeds `threshold_high`, at A < 0 and r < 1 if it exceeds `threshold`; else 1. So an unlikely token may
+    grow to many times its probability, while a likely one is stopped early.
+
+    Args:
+        sampler_logprobs_BT: float [B, T], nats, of the policy that sampled; r is the ratio to it.
+        threshold, threshold_high: above 0; threshold_high None = threshold.
+        kind: `kl.binary_divergence` of the sampled tokens, if `divergence_BT` is None.
+        divergence_BT: float [B, T], a better estimate, such as `kl.top_k_divergence`.
+        others, Raises: as `clipped_policy_loss`.
+    Returns: scalar loss; {"loss", "clip_fraction" (masked tokens) and its parts _low (A < 0) and _high, "ratio_mean",
+        "ratio_max", "divergence_mean", "update_kl", "update_kl_k1"}.
+    Source: Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv:2602.04879. The cap of
+        the weight, 20, is that of TRL and verl.
+    """
+    high = threshold if threshold_high is None else threshold_high
+    if threshold <= 0 or high <= 0:
+        raise DataError(f"threshold {threshold} and threshold_high {high} must be above 0")
+    ratio_BT, advantages_BT = policy_ratio(
+        logprobs_BT, sampler_logprobs_BT, advantages_BT, loss_mask_BT
+    )
+    count = check_count("num_loss_tokens", num_loss_tokens)
+    if divergence_BT is None:
+        divergence_BT = binary_divergence(
+            fill_masked(logprobs_BT, loss_mask_BT),
+            fill_masked(sampler_logprobs_BT, loss_mask_BT),
+            kind,
+        )
+    check_inputs(loss_mask_BT, divergence=divergence_BT)
+    divergence_BT = fill_masked(divergence_BT.detach(), loss_mask_BT)
+    low_BT = (advantages_BT < 0) & (ratio_BT < 1) & (divergence_BT > threshold)
+    high_BT = (advantages_BT > 0) & (ratio_BT > 1) & (divergence_BT > high)
+    weights_BT = ratio_BT.detach().clamp(max=DPPO_WEIGHT_CAP).masked_fill(low_BT | high_BT, 0.0)
+    losses_BT = -weights_BT * advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)
+    loss = aggregate(
+        losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT
+    )
+    with torch.no_grad():
+        low, high_count = (
+            masked_sum(part_BT, loss_mask_BT) / count for part_BT in (low_BT, high_BT)
+        )
+        metrics = {
+            "loss": loss.detach(),
+            "clip_fraction": low + high_count,
+            "clip_fraction_low": low,
+            "clip_fraction_high": high_count,
+            "divergence_mean": masked_sum(divergence_BT, loss_mask_BT) / count,
+            **_compute_ratio_metrics(
+                ratio_BT, logprobs_BT, sampler_logprobs_BT, loss_mask_BT, count
+            ),
         }
     return loss, metrics
 

@@ -149,6 +149,12 @@ class MixtureRewards(RewardOrchestrator):
             merged["reward/std"] = statistics.pstdev(known)
         return merged
 
+    def read_components(
+        self, rollout: Rollout, penalties: Iterable[str] = ()
+    ) -> dict[str, tuple[float, float]]:
+        """Return value and weight of each component in the rollout's environment."""
+        return self.parts[rollout.trajectory.environment].read_components(rollout, penalties)
+
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
         """Return the hacking monitors' metrics: correlations averaged over the environments, the alarm of any."""
         parts: list[tuple[int, dict[str, float]]] = []

@@ -242,6 +242,23 @@ class RewardOrchestrator:
             if values
         }
 
+    def read_components(
+        self, rollout: Rollout, penalties: Iterable[str] = ()
+    ) -> dict[str, tuple[float, float]]:
+        """Return value and weight of each component of a scored rollout; their products sum to its reward.
+
+        The value is normalised and clipped as the options say. A component of weight 0 is left out.
+
+        Args:
+            penalties: names of `score`'s penalties, whose weight is 1.
+        """
+        rewards, components = rollout.trajectory.rewards, {}
+        for name, weight in self.weights.items():
+            contribution = rewards.get(WEIGHTED_PREFIX + name)
+            if contribution is not None and weight:
+                components[name] = (contribution / weight, weight)
+        return components | {name: (rewards[name], 1.0) for name in penalties if name in rewards}
+
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
         """Return metrics of the hacking monitor for an iteration's scored rollouts: reward/correlation/...,
         reward/alarm.

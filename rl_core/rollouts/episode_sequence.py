@@ -267,6 +267,7 @@ class EpisodeSequence:
             trajectory=self._build_trajectory(policy_version),
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
             context_starts=self._context_starts,
+            messages=self.messages,
         )
 
     def _build_trajectory(self, policy_version: int = 0) -> Trajectory:

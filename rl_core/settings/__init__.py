@@ -27,7 +27,11 @@ from rl_core.settings.common import (
 )
 from rl_core.settings.credit import CriticSettings, TurnCreditSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
-from rl_core.settings.distillation import DistillationSettings, TeacherSettings
+from rl_core.settings.distillation import (
+    DistillationSettings,
+    SelfTeacherSettings,
+    TeacherSettings,
+)
 from rl_core.settings.network import NetworkSettings
 from rl_core.settings.online import (
     OnlineAuditSettings,
@@ -143,6 +147,7 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "SelfPlaySettings",
+    "SelfTeacherSettings",
     "ServiceEngineSettings",
     "ServiceServerSettings",
     "ServiceSettings",

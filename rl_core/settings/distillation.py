@@ -64,6 +64,29 @@ class TeacherSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelfTeacherSettings(Settings):
+    """The policy as its own teacher, with a prompt that tells it more than the policy knows."""
+
+    prompt: str = setting(
+        "{prompt}\n\nThe right answer is: {target}",
+        doc="the teacher's question in place of the episode's last user message. {prompt}, {target}, {solution} "
+        "(another rollout of the prompt that succeeded), {feedback} (`Step.info['feedback']`, else the last "
+        "observation) and the row's columns are replaced; a rollout that lacks one carries no loss",
+    )
+    weights: Literal["current", "ema", "initial"] = setting(
+        "ema",
+        doc="the teacher's weights: the policy's before each update (SDPO, arXiv:2601.20802), an exponential moving "
+        "average of them (SDFT, arXiv:2601.19897), or those of the stage's start (OPSD, arXiv:2601.18734)",
+    )
+    ema_decay: float = setting(0.95, ge=0, lt=1, doc="of the moving average, per iteration")
+
+    def check(self) -> None:
+        """Check that the decay has an effect."""
+        if self.weights != "ema" and self.ema_decay != 0.95:
+            raise SettingsError(f"ema_decay: not used by weights {self.weights}; remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DistilledPolicySettings(PolicySettings):
     """Policy settings of a distillation: a teacher gives each token its advantage, and no rewards are compared."""
 
@@ -89,6 +112,10 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
     """On-policy distillation: reverse KL to a teacher per token of the policy's own rollouts (arXiv:2306.13649)."""
 
     teacher: TeacherSettings = setting(TeacherSettings(), doc="the model to imitate")
+    self_teacher: SelfTeacherSettings | None = setting(
+        None,
+        doc="the policy imitates itself with a privileged prompt, without another model; default: `teacher`",
+    )
     gamma: float = setting(
         0.0,
         ge=0,
@@ -127,10 +154,29 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Check the settings of the policy's update, and that a served teacher is used at temperature 1."""
         self.policy()
+        if self.self_teacher is not None:
+            self._check_self_teacher()
         if self.teacher.url is not None and self.sampling.temperature != 1:
             raise SettingsError(
                 f"sampling.temperature: {self.sampling.temperature} with a served teacher, whose log-probs are "
                 "at temperature 1; set 1, or use a teacher that is loaded here"
+            )
+
+    def _check_self_teacher(self) -> None:
+        """Refuse a second teacher, and what the policy as its own teacher cannot work with."""
+        assert self.self_teacher is not None
+        if self.teacher.model is not None or self.teacher.url is not None:
+            raise SettingsError(
+                "self_teacher: the policy teaches itself, but teacher names a model; remove one of the two"
+            )
+        if self.replay is not None:
+            raise SettingsError(
+                "replay: rollouts of earlier iterations have no prompt of self_teacher; remove it"
+            )
+        if self.launch.kind != "in_process" and self.self_teacher.weights != "current":
+            raise SettingsError(
+                f"self_teacher.weights: {self.self_teacher.weights} swaps in other weights for a pass, which needs a "
+                "single trainer process; set current, or leave launch.kind out"
             )
 
     def policy(self) -> DistilledPolicySettings:

@@ -12,6 +12,12 @@ from rl_core.settings.common import Precision, SamplingSettings
 from rl_core.settings.credit import CriticSettings, TurnCreditSettings
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
+from rl_core.settings.policy_checks import (
+    check_algorithm_settings,
+    check_learning_rate_control,
+    check_rollouts,
+    check_turn_credit,
+)
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings, RolloutSettings
 from rl_core.settings.self_play import (
@@ -25,12 +31,38 @@ from rl_core.settings.training import (
     OptimizerSettings,
 )
 
-Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
+Algorithm = Literal[
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "dppo",
+    "maxrl",
+    "gdpo",
+    "rloo",
+    "reinforce",
+]
 # algorithms with group-relative advantages
-GROUP_ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo")
+GROUP_ALGORITHMS = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "sapo",
+    "dppo",
+    "maxrl",
+    "gdpo",
+    "rloo",
+)
 
 # Lower and upper clip of the ratio; (0.2, 0.2) for the others. Sources: arXiv:2507.18071; arXiv:2503.14476
 CLIP_RANGES = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}
+# dppo: limits of the divergence instead, the same at both sides (arXiv:2602.04879)
+DIVERGENCE_LIMITS = {"tv": 0.15, "kl": 0.05}
 
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 # token_mean for the others. Sources: arXiv:2503.20783; arXiv:2507.18071, eq. 5; arXiv:2511.20347
@@ -82,10 +114,29 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     epochs: int = setting(1, ge=1, doc="passes over each iteration's rollouts")
     minibatches: int = setting(1, ge=1, le=1_048_576, doc="optimizer steps per pass")
     clip_eps: float | None = setting(
-        None, gt=0, lt=1, doc="lower clip of the ratio; default: 0.2 (arXiv:1707.06347), gspo 3e-4"
+        None,
+        gt=0,
+        lt=1,
+        doc="lower clip of the ratio; default: 0.2 (arXiv:1707.06347), gspo 3e-4; dppo: limit of the divergence at "
+        "A < 0, 0.15, or 0.05 for a KL",
     )
     clip_eps_high: float | None = setting(
-        None, gt=0, doc="upper clip of the ratio; default: as clip_eps, dapo 0.28, gspo 4e-4"
+        None,
+        gt=0,
+        doc="upper clip of the ratio; default: as clip_eps, dapo 0.28, gspo 4e-4; dppo: limit at A > 0",
+    )
+    dppo_divergence: Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"] = setting(
+        "binary_tv",
+        doc="dppo: divergence from the sampler that masks a token (arXiv:2602.04879). binary: of the sampled token, "
+        "tv |p - q| or the KL of sampled or not; topk: of the dppo_topk likeliest tokens, with another pass over the "
+        "rollouts in each optimizer step",
+    )
+    dppo_topk: int = setting(20, ge=1, le=65_536, doc="dppo: K of topk_tv and topk_kl")
+    maxrl_order: int | None = setting(
+        None,
+        ge=1,
+        doc="maxrl: order of the expansion of the log-likelihood, for rewards 0 and 1; 1 = rloo; default: "
+        "group_size - 1, for which A = (r - mean) / mean (arXiv:2602.02710)",
     )
     dual_clip: float | None = setting(
         None, gt=1, doc="cap of the ratio at A < 0 (arXiv:1912.09729); default: none"
@@ -267,11 +318,30 @@ class PolicySettings(OptimizerSettings, LoopSettings):
 
     @property
     def clip(self) -> tuple[float, float]:
-        """Lower and upper clip of the ratio, with the algorithm's defaults."""
+        """Lower and upper clip of the ratio (dppo: limits of the divergence), with the algorithm's defaults."""
+        if self.algorithm == "dppo":
+            low = self.clip_eps or DIVERGENCE_LIMITS[self.divergence_kind]
+            return low, self.clip_eps_high or low
         low, high = CLIP_RANGES.get(self.algorithm, (0.2, 0.2))
         if self.clip_eps is not None:
             low, high = self.clip_eps, self.clip_eps if self.algorithm not in CLIP_RANGES else high
         return low, high if self.clip_eps_high is None else self.clip_eps_high
+
+    @property
+    def divergence_kind(self) -> Literal["tv", "kl"]:
+        """Divergence that masks a token in `dppo`."""
+        return "kl" if self.dppo_divergence.endswith("kl") else "tv"
+
+    @property
+    def uses_top_k(self) -> bool:
+        """True if the divergence of `dppo` needs the likeliest tokens at each position."""
+        is_dppo = self.algorithm == "dppo" and self.loss is None
+        return is_dppo and self.dppo_divergence.startswith("topk")
+
+    @property
+    def anchors_sampler(self) -> bool:
+        """True if the loss is relative to the policy that sampled: it has the importance weights in its ratio."""
+        return self.algorithm == "dppo" and self.loss is None
 
     @property
     def compares_groups(self) -> bool:
@@ -296,7 +366,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
 
     @property
     def corrects_sampler(self) -> bool:
-        """True if importance weights or masks correct for rollouts of another sampler."""
+        """True if importance weights, masks or the loss itself correct for rollouts of another sampler."""
+        if self.anchors_sampler and (self.replay is not None or self.rollouts.max_staleness > 0):
+            return True
         return self.importance != "none" or self.importance_mask != "none"
 
     @property
@@ -363,22 +435,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 "mask_truncated: works only with advantages by comparison; with a critic, critic.bootstrap_limits sets "
                 "what a limit means"
             )
-        if self.learning_rate_control is not None and self.epochs * self.minibatches == 1:
-            raise SettingsError(
-                "learning_rate_control: the KL is measured before each optimizer step, so it is 0 with a single one; "
-                "raise epochs or minibatches"
-            )
-        if self.learning_rate_control is not None and self.plateau_patience is not None:
-            raise SettingsError(
-                "plateau_patience: learning_rate_control sets the learning rate already; remove one of the two"
-            )
+        check_learning_rate_control(self)
         self._check_importance()
-        clips = (self.clip_eps, self.clip_eps_high, self.dual_clip)
-        if self.algorithm == "sapo" and any(clip is not None for clip in clips):
-            raise SettingsError(
-                "clip_eps: sapo has a soft gate instead of a clip; remove clip_eps, clip_eps_high and dual_clip, or "
-                "set sapo_tau_positive and sapo_tau_negative"
-            )
         if self.replay is not None and self.critic is not None and self.critic.kind == "shared":
             raise SettingsError("replay: needs a separate critic")
         if self.kl_coef == 0 and self.reference_precision != "full":
@@ -394,9 +452,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"dynamic_sampling_tries: not used by {self.algorithm}, which has no group-relative advantages"
             )
-        self._check_rollouts()
+        check_rollouts(self)
+        check_algorithm_settings(self)
         self._check_custom_functions()
-        self._check_turn_credit()
+        check_turn_credit(self)
         check_self_play(self)
         self._check_rewards()
         for stage in self.curriculum:
@@ -449,7 +508,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "
                 f"set {IMPORTANCE_CHOICES}, or epochs and minibatches to 1"
             )
-        if self.replay is not None and self.importance == "none":
+        if self.replay is not None and self.importance == "none" and not self.anchors_sampler:
             raise SettingsError(
                 f"importance: replay uses rollouts of older policies; set {IMPORTANCE_CHOICES}"
             )
@@ -472,33 +531,6 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 "steps after it; set epochs and minibatches to 1, or algorithm to ppo"
             )
 
-    def _check_rollouts(self) -> None:
-        """Check that workers serve one trainer, and stale rollouts have importance weights, with a critic V-trace."""
-        rollouts = self.rollouts
-        if rollouts.workers != "in_process" and self.launch.kind != "in_process":
-            raise SettingsError(
-                f"rollouts.workers: {rollouts.workers} serves a single trainer process, but launch.kind is torchrun, "
-                "whose processes each play a share; remove one of the two"
-            )
-        if not rollouts.max_staleness:
-            return
-        stale = f"rollouts.max_staleness: {rollouts.max_staleness}"
-        if self.value_function is not None and self.importance != "vtrace":
-            raise SettingsError(
-                f"{stale} with a critic ({self.algorithm}), whose values belong to the current policy; set importance: "
-                "vtrace, which corrects its targets, or use an algorithm that compares rewards, such as grpo"
-            )
-        if self.importance == "none":
-            raise SettingsError(
-                f"{stale} trains on rollouts of older weights; set importance: token or sequence"
-            )
-        if self.rollback is not None:
-            raise SettingsError(
-                f"{stale} has rollouts in flight that a rollback would not undo; set 0, or no rollback"
-            )
-        if self.is_taught:
-            raise SettingsError(f"{stale}: a distillation alternates rollouts and updates; set 0")
-
     def _check_custom_functions(self) -> None:
         """Check that a custom loss or estimator does not make other settings void, and that options have a function."""
         clips = ("clip_eps", "clip_eps_high", "dual_clip")
@@ -518,37 +550,6 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 raise SettingsError(
                     f"{options}: are passed to a custom function, and none is named; set {needed}"
                 )
-
-    def _check_turn_credit(self) -> None:
-        """Check that turns can be compared, and that the comparison would not be ignored."""
-        if self.turn_credit is None:
-            return
-        if self.is_taught:
-            raise SettingsError("turn_credit: a distillation compares no rewards; remove it")
-        if self.algorithm not in GROUP_ALGORITHMS:
-            raise SettingsError(
-                f"turn_credit: compares the turns of a group, but {self.algorithm} compares no groups; remove it, "
-                "or set algorithm to grpo, dr_grpo or rloo"
-            )
-        if self.algorithm == "gspo":
-            raise SettingsError(
-                "turn_credit: gspo has one ratio and one advantage for the whole sequence; set algorithm to grpo"
-            )
-        if self.advantages is not None:
-            raise SettingsError(
-                "turn_credit: not used by a custom advantage estimator; remove one of the two"
-            )
-        if self.sampling.max_turns == 1:
-            raise SettingsError(
-                "turn_credit: sampling.max_turns 1 leaves no turns to tell apart; raise it, or remove turn_credit"
-            )
-        options = self.reward_options
-        if options.clip is not None or "task" in options.normalise:
-            name = "clip" if options.clip is not None else "normalise"
-            raise SettingsError(
-                f"turn_credit: reward_options.{name} changes the episode's reward, so that those of its turns would "
-                "not sum to it; remove one of the two"
-            )
 
     def _resolve_nested_defaults(self, kind: ModelKind) -> dict[str, Any]:
         """Return a separate critic with its default rate, if neither its rate nor the policy's was set.

@@ -91,6 +91,10 @@ def check_self_play(settings: Any) -> None:
                 f"role_baseline: not used by {settings.algorithm} with a critic, whose values are the baseline; remove "
                 "one of the two"
             )
+        if settings.role_baseline.group_weight and settings.algorithm == "gdpo":
+            raise SettingsError(
+                "role_baseline.group_weight: gdpo compares components of the reward, a role baseline its total; set 0"
+            )
         if settings.advantages is not None:
             raise SettingsError(
                 "role_baseline: not used by a custom advantage estimator; remove one of the two"

@@ -42,12 +42,13 @@ from rl_core.out_of_memory import (
     record_out_of_memory,
     release_held_memory,
 )
-from rl_core.settings import OptimizerSettings
+from rl_core.settings import LearningRateControlSettings, OptimizerSettings
 from rl_core.storage.checkpoint import extract_moments, load_moments
 from rl_core.timing import add_to_total, span
 from rl_core.training.master_weights import EmaWeights, MasterWeights
 from rl_core.training.optimizers import (
     Grokfast,
+    adapt_learning_rate_scale,
     build_optimizer,
     clip_gradients,
     compute_learning_rate,
@@ -173,6 +174,18 @@ class OptimizerStep:
         """Learning rate of the next update."""
         learning_rate = compute_learning_rate(self.num_steps, self.settings, self.total_steps)
         return self.learning_rate_scale * learning_rate
+
+    def adapt_learning_rate(self, kl: float, control: LearningRateControlSettings | None) -> None:
+        """Adapt the scale of the schedule to the KL of the newest updates, in nats per token; None = leave it."""
+        if control is not None:
+            self.learning_rate_scale = adapt_learning_rate_scale(
+                self.learning_rate_scale,
+                kl,
+                target=control.desired_kl,
+                factor=control.factor,
+                low=control.lowest,
+                high=control.highest,
+            )
 
     @property
     def computes_in_bfloat16(self) -> bool:

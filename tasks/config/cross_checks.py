@@ -87,11 +87,12 @@ def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]
             "stages.prepare_data.preferences, or use bradley_terry",
             _PREPARE_DATA_KEY,
         )
-    if stages.distill is not None and stages.distill.teacher.model is None:
+    distill = stages.distill
+    if distill is not None and distill.teacher.model is None and distill.self_teacher is None:
         yield _build_stage_finding(
             ("stages", "distill", "teacher", "model"),
             "no teacher is named; set a model folder, a hub name or models:/NAME@ALIAS, or together with url the "
-            "server's name for it",
+            "server's name for it; or set self_teacher",
         )
     for name in ("preference", "reward_model"):
         if getattr(stages, name) is None or has_pairs or stages.sft is not None or path is not None:

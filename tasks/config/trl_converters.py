@@ -116,6 +116,10 @@ def _convert_algorithm(values: FrameworkValues) -> ConvertedValues:
         settings["algorithm"] = "dr_grpo" if is_unscaled else "grpo"
         aggregations = {"grpo": "sequence_mean", "dr_grpo": "constant"}
         settings["loss_aggregation"] = aggregations.get(loss, "token_mean")
+    if values.get("multi_objective_aggregation") == "normalize_then_sum":
+        if settings.get("algorithm") != "grpo":
+            return None
+        settings["algorithm"] = "gdpo"
     if not settings or (is_unscaled and "loss_aggregation" not in settings) or scale == "batch":
         return None
     return {f"{values.stage}.{name}": value for name, value in settings.items()}
@@ -298,6 +302,7 @@ TRL_RULES: dict[str, ConversionRule] = {
     "truncation_mode": lambda values: {} if values["truncation_mode"] == "keep_start" else None,
     "epsilon_high": _convert_epsilon_high,
     "importance_sampling_level": _convert_algorithm,
+    "multi_objective_aggregation": _convert_algorithm,
     "scale_rewards": _convert_algorithm,
     "loss_type": _convert_loss_type,
     "reward_clip_range": _convert_reward_clip,

@@ -45,16 +45,32 @@ _KL_ESTIMATORS = {
 
 def _convert_estimator(values: FrameworkValues) -> ConvertedValues:
     kind = values.get("algorithm.adv_estimator", "gae")
-    name = {"gae": "ppo", "grpo": "grpo", "rloo": "rloo", "reinforce_plus_plus": "reinforce"}.get(
-        str(kind)
-    )
+    name = {
+        "gae": "ppo",
+        "grpo": "grpo",
+        "rloo": "rloo",
+        "gdpo": "gdpo",
+        "reinforce_plus_plus": "reinforce",
+    }.get(str(kind))
     if name is None:
         return None
     if kind == "grpo" and values.get("algorithm.norm_adv_by_std_in_grpo") is False:
         name = "dr_grpo"
     if values.get(f"{_ACTOR_PATH}.policy_loss.loss_mode") == "gspo":
         name = "gspo"
-    return {f"{_POLICY_PATH}.algorithm": name, **_convert_aggregation(values)}
+    settings = {f"{_POLICY_PATH}.algorithm": name, **_convert_aggregation(values)}
+    divergence = {"dppo_tv": "binary_tv", "dppo_kl": "binary_kl"}.get(
+        str(values.get(f"{_ACTOR_PATH}.policy_loss.loss_mode"))
+    )
+    if divergence is None:
+        return settings
+    if name != "grpo":  # only grpo's advantages are those of dppo here
+        return None
+    return {
+        **settings,
+        f"{_POLICY_PATH}.algorithm": "dppo",
+        f"{_POLICY_PATH}.dppo_divergence": divergence,
+    }
 
 
 def _convert_aggregation(values: FrameworkValues) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _run_distillation(context: StageContext) -> dict[str, Any]:
         evaluator = build_validation_evaluator(context, settings.policy(), policy, environment)
     recipe = build_distillation_recipe(
         policy,
-        load_teacher(teacher, policy),
+        None if settings.self_teacher is not None else load_teacher(teacher, policy),
         environment,
         settings,
         context.seed,

@@ -20,6 +20,14 @@ RECIPES = {
     "gspo": dict(algorithm="gspo", epochs=2, clip_eps=0.2, clip_eps_high=0.2, learning_rate=5e-3),
     "cispo": dict(algorithm="cispo", epochs=2, learning_rate=5e-3),
     "sapo": dict(algorithm="sapo", epochs=2, learning_rate=5e-3),
+    "dppo": dict(algorithm="dppo", epochs=2, minibatches=2, learning_rate=5e-3),
+    "dppo_topk": dict(
+        algorithm="dppo", dppo_divergence="topk_kl", dppo_topk=4, epochs=2, learning_rate=5e-3
+    ),
+    "dppo_replay": dict(algorithm="dppo", replay=ReplaySettings(iterations=2, share=0.5)),
+    "maxrl": dict(algorithm="maxrl"),
+    "maxrl_order": dict(algorithm="maxrl", maxrl_order=2),
+    "gdpo": dict(algorithm="gdpo", dynamic_sampling_tries=1),
     "reinforce": dict(algorithm="reinforce"),
     "reinforce_learned_baseline": dict(algorithm="reinforce", critic=CriticSettings()),
     "replay": dict(

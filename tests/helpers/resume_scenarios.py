@@ -417,9 +417,10 @@ def make_distilled():
     ).policy()
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     del values["rewards"]
+    teacher = LocalTeacher(copy.deepcopy(make_started_model(1)))
     trainer = make_trainer(
         make_tokenizer(),
-        teacher=LocalTeacher(copy.deepcopy(make_started_model(1))),
+        teacher=teacher,
         kind=DistilledPolicySettings,
         **values,
     )
@@ -498,6 +499,11 @@ SCENARIOS = {
     "sapo": Scenario(lambda: make_policy(algorithm="sapo", epochs=2)),
     "rloo": Scenario(lambda: make_policy(algorithm="rloo", **ADAPTIVE, kl_in="reward")),
     "reinforce": Scenario(lambda: make_policy(algorithm="reinforce", critic=CriticSettings())),
+    "dppo": Scenario(
+        lambda: make_policy(algorithm="dppo", epochs=2, minibatches=2, replay=REPLAY["replay"])
+    ),
+    "maxrl": Scenario(lambda: make_policy(algorithm="maxrl", maxrl_order=2)),
+    "gdpo": Scenario(lambda: make_policy(algorithm="gdpo", epochs=2)),
     "distill": Scenario(make_distilled),
     "thoughts": Scenario(make_thoughts),
     "thoughts lora": Scenario(make_adapted_thoughts),

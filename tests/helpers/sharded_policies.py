@@ -7,6 +7,7 @@ import torch
 
 from helpers import thinkers
 from helpers.letters import Letters, Walk, make_trainer
+from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.evaluation import evaluate
 from rl_core.inference.teacher import LocalTeacher
@@ -23,9 +24,11 @@ from rl_core.settings import (
     ReplaySettings,
     RollbackSettings,
     SamplingSettings,
+    SelfTeacherSettings,
     TurnCreditSettings,
 )
 from rl_core.settings.distillation import DistilledPolicySettings
+from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 
 # 5 groups for two processes: one of them plays three. Micro-batches hold a few rows.
 OPTIONS = {
@@ -150,6 +153,15 @@ def list_scenarios(process_group, folder, numbers):
         "learning_rate": 3e-3,
     }
     yield "distill", lambda: run(of(**taught, **TWICE))
+    student = make_model()
+    hint = SelfTeacherSettings(prompt="{prompt} {solution}", weights="current")
+    alone = {
+        "kind": DistilledPolicySettings,
+        "model": student,
+        "teacher": SelfTeacher(student, ChatRenderer(make_tokenizer()), hint),
+        "gamma": 0.0,
+    }
+    yield "self distill", lambda: run(of(**alone, **TWICE))
     walk = {
         "environment": Walk(),
         "turn_credit": TurnCreditSettings(),
@@ -161,6 +173,8 @@ def list_scenarios(process_group, folder, numbers):
         "replay": ReplaySettings(),
     }
     yield "turn credit", lambda: run(of(**walk, **TWICE))
+    yield "dppo", lambda: run(of(algorithm="dppo", replay=ReplaySettings(), **TWICE))
+    yield "gdpo", lambda: run(of(algorithm="gdpo", rewards=make_inner_rewards(), **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
         critic = CriticSettings(kind=kind)

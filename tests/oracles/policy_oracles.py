@@ -120,6 +120,8 @@ def policy_loss(case: Case, name: str, weight: np.ndarray, advantages: np.ndarra
             elif name == "cispo":
                 value = -min(r, 1 + option["high"]) * a * case.new[b, t]
                 d = -min(r, 1 + option["high"]) * a
+            elif name == "dppo":
+                value, d = masked_by_divergence(case.new[b, t], case.old[b, t], a, **option)
             elif name == "sapo":
                 tau = option["positive"] if a > 0 else option["negative"]
                 p = 1 / (1 + np.exp(-tau * (r - 1)))
@@ -137,6 +139,20 @@ def policy_loss(case: Case, name: str, weight: np.ndarray, advantages: np.ndarra
             loss += share * value
             slope[b, where] += share * d * s * (abs(mean) <= 20) / len(where)
     return loss, slope
+
+
+def masked_by_divergence(new: float, old: float, a: float, kind: str, low: float, high: float):
+    """Compute DPPO's term and its derivative by the log-prob, from the probabilities of sampled or not."""
+    p, q = np.exp(min(new, 0.0)), np.exp(min(old, 0.0))
+    divergence = abs(p - q)
+    if kind == "kl":
+        rest = (1 - q) * np.log((1 - q) / max(1 - p, 1e-12)) if q < 1 else 0.0
+        divergence = q * (min(old, 0.0) - min(new, 0.0)) + rest
+    away_up, away_down = a > 0 and new > old, a < 0 and new < old
+    if (away_up and divergence > high) or (away_down and divergence > low):
+        return 0.0, 0.0
+    weight = min(np.exp(min(max(new - old, -20.0), 20.0)), 20.0)
+    return -weight * a * new, -weight * a
 
 
 def clipped(ratio: float, advantage: float, low: float, high: float, dual: float | None):

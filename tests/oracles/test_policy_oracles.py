@@ -50,6 +50,16 @@ LOSSES = {
         dict(positive=1.0, negative=1.4),
         dict(algorithm="sapo", sapo_tau_positive=1.0, sapo_tau_negative=1.4),
     ),
+    "dppo tv": (
+        "dppo",
+        dict(kind="tv", low=0.05, high=0.1),
+        dict(algorithm="dppo", clip_eps=0.05, clip_eps_high=0.1),
+    ),
+    "dppo kl": (
+        "dppo",
+        dict(kind="kl", low=0.01, high=0.01),
+        dict(algorithm="dppo", clip_eps=0.01, dppo_divergence="binary_kl"),
+    ),
     "reinforce": ("reinforce", {}, dict(algorithm="reinforce")),
 }
 
@@ -89,6 +99,8 @@ def test_policy_losses(name, aggregation, cases):
     for seed in cases:
         case = oracle.draw(seed)
         weighting, masking = weightings[seed % len(weightings)]
+        if kind == "dppo":  # its ratio has the weights
+            weighting = "none"
         settings = build_settings(
             case,
             aggregation,

@@ -26,6 +26,7 @@ from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.settings import DistillationSettings, ModelSettings, PolicySettings, TeacherSettings
 from rl_core.storage.atomic_files import resolve_cache_folder
+from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def build_policy_gradient_recipe(
     best_metric: str = "eval/success_rate",
     record: RolloutRecorder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
-    teacher: Teacher | None = None,
+    teacher: Teacher | SelfTeacher | None = None,
     custom_functions: Mapping[str, Callable[..., Any]] | None = None,
     make_environment: Callable[[], Environment] | None = None,
     server_log: Path | None = None,
@@ -254,7 +255,7 @@ def _return_shipped_environment(environment: Environment) -> Environment:
 
 def build_distillation_recipe(
     policy: Policy,
-    teacher: Teacher,
+    teacher: Teacher | None,
     environment: Environment,
     settings: DistillationSettings,
     seed: int,
@@ -265,7 +266,19 @@ def build_distillation_recipe(
 ) -> Recipe[PolicyGradientTrainer]:
     """Build on-policy distillation: the policy-gradient trainer with the teacher's advantages; other arguments as
     there.
+
+    Args:
+        teacher: None = the policy itself, as `settings.self_teacher` says.
     """
+    used: Teacher | SelfTeacher | None = teacher
+    if settings.self_teacher is not None:
+        used = SelfTeacher(
+            policy.model,
+            policy.renderer,
+            settings.self_teacher,
+            columns=environment.columns,
+            context=policy.context,
+        )
     return build_policy_gradient_recipe(
         policy,
         None,
@@ -275,5 +288,5 @@ def build_distillation_recipe(
         evaluator=evaluator,
         record=record,
         process_group=process_group,
-        teacher=teacher,
+        teacher=used,
     )

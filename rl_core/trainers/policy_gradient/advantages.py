@@ -6,21 +6,27 @@ Suffixes: P prompts, G rollouts per prompt, R rows of an iteration, S whole sequ
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from rl_core.distributed import ProcessGroup
+from rl_core.environments.environment import warn_once
 from rl_core.errors import DataError
 from rl_core.losses.advantages import (
     GroupMethod,
     batch_advantages,
+    decoupled_advantages,
     gae,
     group_advantages,
+    maxrl_advantages,
     role_advantages,
     vtrace,
 )
 from rl_core.losses.masking import fill_masked
 from rl_core.settings import Algorithm, PolicySettings, RoleBaselineSettings
+from rl_core.trainers.policy_gradient.custom_functions import CustomAdvantages
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -32,6 +38,7 @@ _GROUP_METHODS: dict[str, GroupMethod] = {
     "gspo": "grpo",
     "cispo": "grpo",
     "sapo": "grpo",
+    "dppo": "grpo",
     "dr_grpo": "dr_grpo",
     "rloo": "rloo",
 }
@@ -59,21 +66,36 @@ def select_group_method(algorithm: Algorithm) -> GroupMethod:
 
 
 def compute_relative_advantages(
-    groups: Sequence[torch.Tensor], algorithm: Algorithm
+    groups: Sequence[torch.Tensor],
+    algorithm: Algorithm,
+    *,
+    components: Sequence[Sequence[Mapping[str, tuple[float, float]]]] | None = None,
+    maxrl_order: int | None = None,
 ) -> list[torch.Tensor]:
     """Compute the advantage of each rollout, shared by its tokens: relative to its group, for `reinforce` to the
-    batch.
+    batch, for `gdpo` to both.
 
     Args:
         groups: float [G] rewards of each group; groups may differ in size.
+        components: of each rollout, value and weight by name, for `gdpo`; None = the reward is the only one.
+        maxrl_order: see `losses.advantages.maxrl_advantages`.
     Returns: float [G] for each group.
     Raises: DataError for an algorithm that needs values, or an empty group.
     """
-    if algorithm != "reinforce" and algorithm not in _GROUP_METHODS:
+    if algorithm not in ("reinforce", "maxrl", "gdpo") and algorithm not in _GROUP_METHODS:
         raise DataError(f"algorithm: '{algorithm}' has no advantages without a critic")
     if not groups:
         return []
     sizes = [len(rewards_G) for rewards_G in groups]
+    if algorithm == "gdpo":
+        summed = [
+            _sum_decoupled_advantages(rewards_G, components[index] if components else ())
+            for index, rewards_G in enumerate(groups)
+        ]
+        return list(batch_advantages(torch.cat(summed)[None])[0].split(sizes))
+    if algorithm == "maxrl":
+        _warn_about_negative_rewards(groups)
+        return [maxrl_advantages(rewards_G[None], order=maxrl_order)[0] for rewards_G in groups]
     if algorithm == "reinforce":
         return list(batch_advantages(torch.cat(list(groups))[None])[0].split(sizes))
     advantages: list[torch.Tensor] = list(groups)
@@ -86,12 +108,43 @@ def compute_relative_advantages(
     return advantages
 
 
+def _sum_decoupled_advantages(
+    rewards_G: torch.Tensor, components: Sequence[Mapping[str, tuple[float, float]]]
+) -> torch.Tensor:
+    """Compute the weighted sum of the components' advantages in a group; the reward is one component if none is known.
+
+    A component that some rollouts of the group lack counts 0 there.
+    """
+    weights = {name: weight for parts in components for name, (_, weight) in parts.items()}
+    if not weights:
+        return decoupled_advantages(rewards_G[:, None], rewards_G.new_ones(1))
+    rewards_GK = rewards_G.new_tensor(
+        [[parts.get(name, (0.0, 0.0))[0] for name in weights] for parts in components]
+    )
+    return decoupled_advantages(rewards_GK, rewards_G.new_tensor(list(weights.values())))
+
+
+def _warn_about_negative_rewards(groups: Sequence[torch.Tensor]) -> None:
+    """Warn, once in this process, if a reward is no probability of success."""
+    if any(bool((rewards_G < 0).any()) for rewards_G in groups):
+        warn_once(
+            "algorithm: maxrl takes a reward as the probability of success, and some are negative; their groups are "
+            "scaled by the best reward / group size instead of the mean. Use rewards from 0 to 1, or grpo"
+        )
+
+
 class RoleBaselines:
     """Running means of the rewards of each role, over all iterations; a learned state of the trainer."""
 
-    def __init__(self, settings: RoleBaselineSettings, algorithm: Algorithm) -> None:
+    def __init__(
+        self,
+        settings: RoleBaselineSettings,
+        algorithm: Algorithm,
+        maxrl_order: int | None = None,
+    ) -> None:
         """Start with a mean of 0 for every role."""
         self.settings, self.algorithm = settings, algorithm
+        self.maxrl_order = maxrl_order
         self.values: dict[str, float] = {}
 
     def estimate_advantages(
@@ -112,7 +165,9 @@ class RoleBaselines:
         advantages = list(advantages_N.split(sizes))
         weight = self.settings.group_weight
         if weight:
-            compared = compute_relative_advantages(groups, self.algorithm)
+            compared = compute_relative_advantages(
+                groups, self.algorithm, maxrl_order=self.maxrl_order
+            )
             advantages = [
                 (1 - weight) * by_role_G + weight * by_group_G
                 for by_role_G, by_group_G in zip(advantages, compared, strict=True)
@@ -123,11 +178,60 @@ class RoleBaselines:
         return advantages, metrics
 
 
+def compare_rewards(
+    settings: PolicySettings,
+    rewards_R: torch.Tensor,
+    groups: Sequence[Sequence[TrainingSample]],
+    rows: Sequence[Sequence[int]],
+    estimator: CustomAdvantages | None,
+    role_baselines: RoleBaselines | None,
+    process_group: ProcessGroup,
+) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """Compute advantages [G] of groups of samples, by role, the user's estimator, or the algorithm; and metrics.
+
+    Args:
+        rewards_R: float [R], without the KL penalty, of all rows of the iteration.
+        rows: of each sample.
+    """
+    rewards = [rewards_R[list(group_rows)] for group_rows in rows]
+    if role_baselines is not None:
+        roles = [[sample.role for sample in group] for group in groups]
+        return role_baselines.estimate_advantages(rewards, roles)
+    if estimator is None:
+        advantages = compute_relative_advantages(
+            rewards,
+            settings.algorithm,
+            components=[[sample.components for sample in group] for group in groups],
+            maxrl_order=settings.maxrl_order,
+        )
+        return advantages, {}
+    samples = [sample for group in groups for sample in group]
+    lengths = [sum(sample.row.loss_mask) for sample in samples]
+    components = _collect_contributions(samples) if estimator.takes_components else None
+    # On one process for all: a user's function may return different numbers in another call.
+    advantages, metrics = process_group.run_on_rank_zero(
+        lambda: estimator(rewards, lengths, components)
+    )
+    return advantages, {f"train/advantages/{name}": value for name, value in metrics.items()}
+
+
+def _collect_contributions(samples: Sequence[TrainingSample]) -> dict[str, torch.Tensor]:
+    """Return value times weight of each reward component, float64 [R]; 0 where a sample lacks it."""
+    names = dict.fromkeys(name for sample in samples for name in sample.components)
+    return {
+        name: torch.tensor(
+            [math.prod(sample.components.get(name, (0.0,))) for sample in samples],
+            dtype=torch.float64,
+        )
+        for name in names
+    }
+
+
 def build_role_baselines(settings: PolicySettings) -> RoleBaselines | None:
     """Build the running means that the settings ask for; None = the algorithm compares rewards itself."""
     if settings.role_baseline is None:
         return None
-    return RoleBaselines(settings.role_baseline, settings.algorithm)
+    return RoleBaselines(settings.role_baseline, settings.algorithm, settings.maxrl_order)
 
 
 def scatter_rewards_to_last_token(

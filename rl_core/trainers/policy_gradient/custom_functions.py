@@ -16,7 +16,7 @@ import torch
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import PolicySettings
-from rl_core.user_code.checks import check_signature
+from rl_core.user_code.checks import check_signature, inspect_signature
 from rl_core.user_code.load import import_function
 
 Metrics = dict[str, torch.Tensor]
@@ -27,6 +27,7 @@ _LOSS_ARGUMENTS = (
     "loss_weights_BT, ...options)"
 )
 _ADVANTAGE_ARGUMENTS = "(rewards_R, groups_R, lengths_R, ...options)"
+_COMPONENTS_ARGUMENT = "components_R"  # passed to an estimator that has a parameter of this name
 
 # A small example of two rows, on which a custom loss is tried.
 _EXAMPLE_KEYWORDS = {"num_loss_tokens": 3.0, "loss_weights_BT": None}
@@ -124,7 +125,9 @@ class CustomAdvantages:
 
     Args: float64 [R] rewards of an iteration's rollouts; int64 [R] index of each one's group (prompt), from 0; int64
         [R]
-    number of its loss tokens. Returns: float [R], shared by a rollout's tokens; a dict of scalars. Rollouts whose
+    number of its loss tokens. An estimator with a parameter `components_R` also gets the contribution of each reward
+    component, by name: float64 [R], which sum to the rewards; 0 for a rollout without the component (of another
+    environment of a mixture). Returns: float [R], shared by a rollout's tokens; a dict of scalars. Rollouts whose
     reward failed are left out, and have the advantage 0.
     """
 
@@ -134,23 +137,43 @@ class CustomAdvantages:
         """Resolve and try the function; arguments and errors as `CustomLoss`."""
         self.name, self.options = name, dict(options)
         self.function = import_function(name, "advantages", function)
+        signature = inspect_signature(self.function)
+        self.takes_components = (
+            signature is not None
+            and _COMPONENTS_ARGUMENT in signature.parameters
+            and _COMPONENTS_ARGUMENT not in self.options
+        )
+        named = {_COMPONENTS_ARGUMENT: None} if self.takes_components else {}
         check_signature(
-            self.function, f"advantages: '{name}'", _ADVANTAGE_ARGUMENTS, 3, self.options
+            self.function, f"advantages: '{name}'", _ADVANTAGE_ARGUMENTS, 3, self.options | named
         )
         groups = [torch.tensor([1.0, 0.0, 0.0]).double(), torch.tensor([0.5, 0.5]).double()]
-        _run_on_example("advantages", name, lambda: self(groups, [4, 2, 3, 5, 1]))
+        components = {"task": torch.cat(groups)}
+        _run_on_example("advantages", name, lambda: self(groups, [4, 2, 3, 5, 1], components))
 
     def __call__(
-        self, groups: Sequence[torch.Tensor], lengths: Sequence[int]
+        self,
+        groups: Sequence[torch.Tensor],
+        lengths: Sequence[int],
+        components: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Return float [G] for each group, and metrics. Raises: DataError for another shape or non-finite values."""
+        """Return float [G] for each group, and metrics. Raises: DataError for another shape or non-finite values.
+
+        Args:
+            components: float [R] contributions by name, for an estimator that takes them.
+        """
         if not groups:
             return [], {}
         sizes = [len(rewards_G) for rewards_G in groups]
         rewards_R = torch.cat(list(groups))
         groups_R = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+        named: dict[str, Any] = {}
+        if self.takes_components:
+            named[_COMPONENTS_ARGUMENT] = {
+                key: values_R.clone() for key, values_R in (components or {}).items()
+            }
         result = self.function(
-            rewards_R.clone(), groups_R, torch.tensor(list(lengths)), **self.options
+            rewards_R.clone(), groups_R, torch.tensor(list(lengths)), **self.options, **named
         )
         advantages_R, metrics = _unpack_result("advantages", self.name, result)
         if advantages_R.shape != rewards_R.shape:

@@ -16,6 +16,7 @@ from rl_core.losses.masking import masked_max, masked_sum
 from rl_core.losses.policy import (
     cispo_loss,
     clipped_policy_loss,
+    dppo_loss,
     gspo_loss,
     reinforce_loss,
     sapo_loss,
@@ -71,11 +72,16 @@ def compute_policy_loss(
     advantages_BS: torch.Tensor,
     loss_mask_BS: torch.Tensor,
     counts: LossDenominators,
+    *,
+    sampler_logprobs_BS: torch.Tensor | None = None,
+    divergence_BS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Compute the algorithm's loss, aggregated over the step, and its metrics per token that was run.
 
-    grpo, dr_grpo, dapo, rloo, ppo use `clipped_policy_loss`; the others their own functions.
+    grpo, dr_grpo, dapo, maxrl, gdpo, rloo, ppo use `clipped_policy_loss`; the others their own functions.
     Args: as `clipped_policy_loss`; gspo takes each row's mean advantage over its loss tokens.
+        sampler_logprobs_BS: of the policy that sampled, for dppo; None = the old policy sampled.
+        divergence_BS: for dppo; None = that of the sampled tokens.
     Returns: scalar loss with gradient; {"loss", "update_kl" (k3) and "update_kl_k1" of KL(old || new), and, if the
         algorithm has a ratio, "ratio_mean", "ratio_max", "clip_fraction"...}.
     """
@@ -106,6 +112,20 @@ def compute_policy_loss(
             num_loss_tokens=count,
             tau_positive=settings.sapo_tau_positive,
             tau_negative=settings.sapo_tau_negative,
+            loss_weights_BT=weights_BS,
+        )
+    elif settings.algorithm == "dppo":
+        anchor_BS = old_logprobs_BS if sampler_logprobs_BS is None else sampler_logprobs_BS
+        loss, metrics = dppo_loss(
+            logprobs_BS,
+            anchor_BS.to(logprobs_BS.dtype),
+            advantages_BS,
+            loss_mask_BS,
+            num_loss_tokens=count,
+            threshold=low,
+            threshold_high=high,
+            kind=settings.divergence_kind,
+            divergence_BT=divergence_BS,
             loss_weights_BT=weights_BS,
         )
     elif settings.algorithm == "reinforce":

@@ -40,12 +40,13 @@ from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import (
     RoleBaselines,
     build_role_baselines,
-    compute_relative_advantages,
+    compare_rewards,
     compute_value_advantages,
     select_group_method,
 )
 from rl_core.trainers.policy_gradient.custom_functions import CustomFunctions, load_custom_functions
 from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.policy_gradient.turn_credit import (
     TurnComparison,
     estimate_token_advantages,
@@ -70,7 +71,8 @@ class ActorCriticModels:
     reference: PreTrainedModel | None = None
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
-    teacher: Teacher | None = None  # of a distillation: advantages come from it, not from rewards
+    # of a distillation: advantages come from it, not from rewards
+    teacher: Teacher | SelfTeacher | None = None
     custom_functions: CustomFunctions = field(default_factory=CustomFunctions)
     role_baselines: RoleBaselines | None = None  # None = the algorithm's comparison of rewards
 
@@ -84,7 +86,7 @@ def check_models(
     settings: PolicySettings,
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
-    teacher: Teacher | None,
+    teacher: Teacher | SelfTeacher | None,
 ) -> None:
     """Refuse models that cannot be trained with these settings.
 
@@ -108,7 +110,7 @@ def build_actor_critic(
     settings: PolicySettings,
     pad_id: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
-    teacher: Teacher | None = None,
+    teacher: Teacher | SelfTeacher | None = None,
     custom_functions: CustomFunctions | None = None,
 ) -> ActorCriticModels:
     """Build the policy, critic and optimizers that the algorithm needs; freeze the reference.
@@ -254,14 +256,15 @@ class RolloutBuffer:
     def _can_share_prefixes(self) -> bool:
         """Return whether all models that read the micro-batches compute common beginnings of rows once."""
         actor_critic, teacher = self.actor_critic, self.actor_critic.teacher
-        if self.mask_seed is not None or self.settings.trust_region_kl == "exact":
+        reads_vocabulary = self.settings.trust_region_kl == "exact" or self.settings.uses_top_k
+        if self.mask_seed is not None or reads_vocabulary:
             return False  # single rows; distributions over the vocabulary at each row's tokens
         models: list[nn.Module] = [actor_critic.policy]
         if actor_critic.reference is not None:
             models.append(actor_critic.reference)
         if isinstance(teacher, LocalTeacher):
             models.append(teacher.model)
-        elif teacher is not None and not isinstance(teacher, ServedTeacher):
+        elif teacher is not None and not isinstance(teacher, ServedTeacher | SelfTeacher):
             return False  # unknown passes
         critic = actor_critic.critic.critic if actor_critic.critic is not None else None
         if isinstance(critic, SeparateCritic):
@@ -329,6 +332,9 @@ class RolloutBuffer:
         teacher = self.actor_critic.teacher
         assert teacher is not None
         with span("teacher"):
+            if isinstance(teacher, SelfTeacher):
+                self.teacher_logprobs_RS = teacher.compute_row_logprobs(self, plan)
+                return
             self.teacher_logprobs_RS = self._fill_logprobs(plan, teacher.compute_logprobs)
 
     @torch.no_grad()
@@ -349,7 +355,7 @@ class RolloutBuffer:
         optimizer_step = self.actor_critic.critic_optimizer_step or self.actor_critic.optimizer_step
         with span("measure"), self.use_pass_mode(critic), optimizer_step.enable_autocast():
             optimizer_step.sharded.run_independently_with_full_weights(
-                lambda: self._run_on_each_batch(plan, fill)
+                lambda: self.run_on_each_batch(plan, fill)
             )
         self.values_RS = optimizer_step.process_group.all_reduce_sum(values_RS)
         self.value_after_R = optimizer_step.process_group.all_reduce_sum(after_R)
@@ -375,13 +381,14 @@ class RolloutBuffer:
         optimizer_step = self.actor_critic.optimizer_step
         with optimizer_step.enable_autocast():
             optimizer_step.sharded.run_independently_with_full_weights(
-                lambda: self._run_on_each_batch(plan, fill)
+                lambda: self.run_on_each_batch(plan, fill)
             )
         return optimizer_step.process_group.all_reduce_sum(
             logprobs_RS
         )  # rows of other processes are 0
 
-    def _run_on_each_batch(self, plan: StepPlan, function: Callable[[TrainBatch], None]) -> None:
+    def run_on_each_batch(self, plan: StepPlan, function: Callable[[TrainBatch], None]) -> None:
+        """Call the function with each of this process's micro-batches of the plan, on the policy's device."""
         MemoryFit("scoring of rollouts").compute_batches(self._iter_local_batches(plan), function)
 
     def _iter_local_batches(self, plan: StepPlan) -> Iterator[TrainBatch]:
@@ -453,7 +460,16 @@ class RolloutBuffer:
                 self.samples[row].advantage = 0.0
         metrics: dict[str, float] = {}
         if compared_rows:
-            compared, metrics = self._compute_relative_advantages(rewards_R, compared_rows)
+            actor_critic = self.actor_critic
+            compared, metrics = compare_rewards(
+                self.settings,
+                rewards_R,
+                [[self.samples[row] for row in group] for group in compared_rows],
+                compared_rows,
+                actor_critic.custom_functions.advantages,
+                actor_critic.role_baselines,
+                actor_critic.optimizer_step.process_group,
+            )
             for known_rows, advantages_G in zip(compared_rows, compared, strict=True):
                 for row, advantage in zip(known_rows, advantages_G.tolist(), strict=True):
                     self.samples[row].advantage = advantage
@@ -508,23 +524,6 @@ class RolloutBuffer:
             for sample, token_advantages in zip(samples, by_token, strict=True):
                 sample.token_advantages = token_advantages
         return comparison.compute_metrics()
-
-    def _compute_relative_advantages(
-        self, rewards_R: torch.Tensor, rows: Sequence[Sequence[int]]
-    ) -> tuple[list[torch.Tensor], dict[str, float]]:
-        """Compute advantages [G] of groups of rows, by role, the user's estimator, or the algorithm."""
-        groups = [rewards_R[list(group_rows)] for group_rows in rows]
-        if self.actor_critic.role_baselines is not None:
-            roles = [[self.samples[row].role for row in group_rows] for group_rows in rows]
-            return self.actor_critic.role_baselines.estimate_advantages(groups, roles)
-        estimator = self.actor_critic.custom_functions.advantages
-        if estimator is None:
-            return compute_relative_advantages(groups, self.settings.algorithm), {}
-        lengths = [sum(self.samples[row].row.loss_mask) for group in rows for row in group]
-        # On one process for all: a user's function may return different numbers in another call.
-        process_group = self.actor_critic.optimizer_step.process_group
-        advantages, metrics = process_group.run_on_rank_zero(lambda: estimator(groups, lengths))
-        return advantages, {f"train/advantages/{name}": value for name, value in metrics.items()}
 
     def _estimate_from_values(
         self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None

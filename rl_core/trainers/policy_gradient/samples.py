@@ -48,6 +48,9 @@ class TrainingSample:
     is_masked: bool = False  # True = no reward could be computed, so it carries no loss
     turns: Sequence[SampleTurn] = ()  # for credit by turn
     role: str = ""  # level and kind of the episode, for baselines by role
+    # Reward components by name: value and weight; {} = nothing reads them.
+    components: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    teacher_row: TrainRow | None = None  # the same completion after a self-teacher's prompt
     # [T] with credit by turn, where `advantage` is the rollout's alone; None = all tokens have `advantage`
     token_advantages: Sequence[float] | None = None
 
@@ -61,6 +64,7 @@ def build_sample_groups(
     bootstrap_limits: bool = False,
     mask_truncated: bool = False,
     task_weight: float | None = None,
+    read_components: Callable[[Rollout], Mapping[str, tuple[float, float]]] | None = None,
 ) -> list[SampleGroup]:
     """Build one sample per rollout, in the groups of the rollouts.
 
@@ -70,6 +74,7 @@ def build_sample_groups(
         mask_truncated: the tokens of a rollout that was cut by the token limit or the context carry no loss; its reward
             still counts in its group.
         task_weight: of the environment's reward in the total, for credit by turn; None = no turns are needed.
+        read_components: value and weight of each reward component of an unmasked rollout; None = nothing reads them.
     """
 
     def sample(rollout: Rollout) -> TrainingSample:
@@ -89,6 +94,9 @@ def build_sample_groups(
             is_masked=rollout.is_masked,
             turns=turns,
             role="/".join(part for part in (trajectory.level, trajectory.kind) if part),
+            components=(
+                {} if read_components is None or rollout.is_masked else read_components(rollout)
+            ),
         )
 
     return [[sample(rollout) for rollout in group.rollouts] for group in groups]
@@ -160,7 +168,10 @@ class ReplayBuffer:
     def add_groups(self, groups: Sequence[Sequence[TrainingSample]]) -> None:
         """Store an iteration's groups; drop the oldest iteration if the buffer is full."""
         replayable = [
-            [dataclasses.replace(sample, is_replayed=True, turns=()) for sample in group]
+            [
+                dataclasses.replace(sample, is_replayed=True, turns=(), components={})
+                for sample in group
+            ]
             for group in groups
         ]
         self._past_iterations.append(replayable)
@@ -290,19 +301,27 @@ class SampledGroups:
         return 1 - len(self.selected_groups) / len(self.all_groups)
 
 
+def measure_reward_spread(group: RolloutGroup) -> float:
+    """Return the difference between the largest and the smallest reward of a group."""
+    return max(group.rewards) - min(group.rewards)
+
+
 def sample_groups_with_signal(
     play: Callable[[int, int], list[RolloutGroup]],
     score: Callable[[list[RolloutGroup]], ScoredGroups],
     *,
     num_groups: int,
     num_retries: int,
+    measure_spread: Callable[[RolloutGroup], float] | None = None,
 ) -> SampledGroups:
     """Play groups until `num_groups` are selected, in at most 1 + `num_retries` rounds.
 
     Args:
         play: takes the number of groups and of the round, from 0; may return fewer groups if episodes fail.
         num_retries: further rounds; 0 = every group is selected, even without a difference in reward.
+        measure_spread: of a group, what learning compares; None = the range of its rewards.
     """
+    measure_spread = measure_spread or measure_reward_spread
     sampled = SampledGroups()
     for attempt in range(1 + num_retries):
         started = time.perf_counter()
@@ -316,7 +335,7 @@ def sample_groups_with_signal(
         sampled.selected_groups += [
             group
             for group in groups
-            if not num_retries or max(group.rewards) - min(group.rewards) > MIN_REWARD_SPREAD
+            if not num_retries or measure_spread(group) > MIN_REWARD_SPREAD
         ]
         if len(sampled.selected_groups) == num_groups:
             break

@@ -50,12 +50,12 @@ from rl_core.trainers.policy_gradient.samples import (
     sample_groups_with_signal,
     warn_about_single_turns,
 )
+from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.policy_gradient.self_play import SelfPlay
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecorder, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
-from rl_core.training.optimizers import adapt_learning_rate_scale
-from rl_core.types import RolloutGroup
+from rl_core.types import Rollout, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +132,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         evaluator: Callable[[], Mapping[str, float]] | None = None,
         record: RolloutRecorder | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
-        teacher: Teacher | None = None,
+        teacher: Teacher | SelfTeacher | None = None,
         custom_functions: Mapping[str, Callable[..., Any]] | None = None,
         opponents_folder: Path | None = None,
     ) -> None:
@@ -290,7 +290,10 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.iteration += 1
         # Every process uses the metrics of rank 0, so that the curriculum decides the same everywhere.
         metrics = self.process_group.run_on_rank_zero(functools.partial(dict, metrics))
-        self._adapt_learning_rate(metrics.get("policy/update_kl"))
+        if "policy/update_kl" in metrics:
+            self.optimizer_step.adapt_learning_rate(
+                metrics["policy/update_kl"], self.settings.learning_rate_control
+            )
         previous_stage = self.curriculum.index
         target_stage = self.curriculum.observe_iteration(
             metrics | self._latest_evaluation, known=self._watched_names
@@ -337,6 +340,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Return the state besides weights and the policy's optimizer."""
         critic = self.actor_critic.critic_optimizer_step
         baselines, self_play = self.actor_critic.role_baselines, self._self_play
+        teacher = self._self_teacher
         return {
             "iteration": self.iteration,
             "rollouts_played": self.rollouts_played,
@@ -355,6 +359,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "numerics": self._numerics.state_dict(),
             **({"stream": self.stream.state_dict()} if self.stream is not None else {}),
             **({"role_baselines": dict(baselines.values)} if baselines is not None else {}),
+            **({"self_teacher": teacher.state_dict()} if teacher is not None else {}),
             **(
                 {"self_play": self_play.state_dict(self.iteration)} if self_play is not None else {}
             ),
@@ -382,6 +387,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.stream is not None:
             self.stream.load_state_dict(state["stream"])
         self._load_role_baselines(state)
+        if self._self_teacher is not None:
+            self._self_teacher.load_state_dict(state["self_teacher"])
         if self._self_play is not None:
             self._self_play.load_state_dict(state["self_play"])
 
@@ -390,7 +397,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         replay = self._replay.state_dict() if self._replay is not None else None
         state = {"kl_coef": self.kl_coef, "rewards": self.rewards.state_dict(), "replay": replay}
         baselines = self.actor_critic.role_baselines
-        return state if baselines is None else {**state, "role_baselines": dict(baselines.values)}
+        if baselines is not None:
+            state["role_baselines"] = dict(baselines.values)
+        if self._self_teacher is not None:
+            state["self_teacher"] = self._self_teacher.state_dict()
+        return state
 
     def _load_role_baselines(self, state: Mapping[str, Any]) -> None:
         """Load the running means of rewards by role, if the settings have them."""
@@ -399,20 +410,6 @@ class PolicyGradientTrainer(RolloutTrainer):
             self.actor_critic.role_baselines.values = {
                 str(role): float(value) for role, value in values.items()
             }
-
-    def _adapt_learning_rate(self, kl: float | None) -> None:
-        """Adapt the policy's learning rate to the KL of the iteration's update; None = no step was taken."""
-        control = self.settings.learning_rate_control
-        if control is None or kl is None:
-            return
-        self.optimizer_step.learning_rate_scale = adapt_learning_rate_scale(
-            self.optimizer_step.learning_rate_scale,
-            kl,
-            target=control.desired_kl,
-            factor=control.factor,
-            low=control.lowest,
-            high=control.highest,
-        )
 
     def _roll_back_stage(self, target: int, rollback: RollbackSettings | None) -> None:
         """Restore everything that training changes to the snapshot taken at the entry of stage `target`."""
@@ -428,6 +425,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
         self._load_role_baselines(state)
+        if self._self_teacher is not None:
+            self._self_teacher.load_state_dict(state["self_teacher"])
 
     def _play_and_score(
         self, rng: np.random.Generator
@@ -440,6 +439,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             self._score_groups,
             num_groups=settings.prompts_per_iteration,
             num_retries=settings.sampling_tries,
+            measure_spread=self._measure_component_spread if self._needs_components else None,
         )
         metrics = sampled.compute_metrics()
         metrics |= self.process_group.run_on_rank_zero(
@@ -509,12 +509,18 @@ class PolicyGradientTrainer(RolloutTrainer):
             task_weight=(
                 None if settings.turn_credit is None else self.rewards.weights.get("task", 0.0)
             ),
+            read_components=self._read_components if self._needs_components else None,
         )
         if settings.turn_credit is not None and fresh:
             warn_about_single_turns(fresh)
+        taught = {}
+        if self._self_teacher is not None:
+            taught = self._self_teacher.attach_prompts(self.groups, fresh)
         replayed = self._replay.draw_groups(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
-        metrics |= compute_masking_metrics(self.groups, mask_truncated=settings.mask_truncated)
+        metrics |= taught | compute_masking_metrics(
+            self.groups, mask_truncated=settings.mask_truncated
+        )
         if not fresh and not replayed:  # every group was dropped
             self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
@@ -539,9 +545,35 @@ class PolicyGradientTrainer(RolloutTrainer):
             metrics["train/replayed_rollouts"] = float(sum(map(len, replayed)))
             self._replay.add_groups(fresh)
         self._copy_advantages_to_groups(fresh)
+        if self._self_teacher is not None:
+            self._self_teacher.follow_policy()
         if "policy/ref_kl" in metrics:
             self.kl_coef = compute_next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
         return metrics
+
+    @property
+    def _self_teacher(self) -> SelfTeacher | None:
+        teacher = self.actor_critic.teacher
+        return teacher if isinstance(teacher, SelfTeacher) else None
+
+    @property
+    def _needs_components(self) -> bool:
+        """True if advantages are estimated from the components of the reward."""
+        estimator = self.actor_critic.custom_functions.advantages
+        if estimator is not None:
+            return estimator.takes_components
+        return self.settings.algorithm == "gdpo"
+
+    def _read_components(self, rollout: Rollout) -> dict[str, tuple[float, float]]:
+        return self.rewards.read_components(rollout, self._scorer.penalties)
+
+    def _measure_component_spread(self, group: RolloutGroup) -> float:
+        """Return the largest range of a reward component in a group; groups of equal totals may differ in parts."""
+        known = [rollout for rollout in group.rollouts if not rollout.is_masked]
+        parts = [self._read_components(rollout) for rollout in known]
+        names = {name for components in parts for name in components}
+        values = ([components.get(name, (0.0, 0.0))[0] for components in parts] for name in names)
+        return max((max(column) - min(column) for column in values), default=0.0)
 
     def _check_numerics(self) -> dict[str, float]:
         """Compare the trainer with the sampler after an update, if due."""

@@ -1,9 +1,9 @@
 """Policy update of one iteration: epochs x minibatches of optimizer steps on a rollout buffer.
 
-Two limits of the update by KL(old || new): `ExactTrustRegion` is a loss term over the whole vocabulary, from a copy of
-the old weights; `run_guarded_step` undoes an optimizer step beyond `PolicySettings.kl_max`.
+Two limits of the update by KL(old || new): `trust_region.ExactTrustRegion` is a loss term over the whole vocabulary,
+from a copy of the old weights; `run_guarded_step` undoes an optimizer step beyond `PolicySettings.kl_max`.
 
-Suffixes: B rows of a micro-batch, S whole sequence, N loss tokens, V vocabulary.
+Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 
 from rl_core.distributed import DummyBatch
 from rl_core.errors import SamplerMismatch
-from rl_core.losses.aggregation import aggregate
 from rl_core.losses.host_reads import read_scalars
-from rl_core.losses.kl import exact_forward_kl, kl_k3, kl_penalty
+from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
@@ -27,9 +26,7 @@ from rl_core.models.logprobs import (
     TokenOutputs,
     completion_logprobs,
     compute_token_outputs,
-    compute_vocabulary_logprobs,
 )
-from rl_core.models.trainable_weights import collect_trainable_weights, swap_weights
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
 from rl_core.settings import PolicySettings
@@ -43,63 +40,11 @@ from rl_core.trainers.policy_gradient.losses import (
 )
 from rl_core.trainers.policy_gradient.rollout_buffer import ActorCriticModels, RolloutBuffer
 from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.trainers.policy_gradient.trust_region import ExactTrustRegion, TopKRegion
 from rl_core.training.guarded_step import run_guarded_step
 from rl_core.types import TrainBatch
 
 Batches = Sequence[TrainBatch | DummyBatch[TrainBatch]]
-
-
-class ExactTrustRegion:
-    """The policy before an iteration's update, and the divergence of the current policy from it.
-
-    Holds a copy of the trainable weights, and [N, V] of one micro-batch twice. Call `prepare_batch` before the pass
-    that builds a graph: it swaps weights in place, which an existing graph would not survive.
-    """
-
-    def __init__(self, buffer: RolloutBuffer) -> None:
-        """Copy the current weights of the policy."""
-        self.buffer = buffer
-        self.policy = buffer.actor_critic.policy
-        self.is_first_step = True  # old and new policy are equal: KL and gradient are 0
-        self._weights = {
-            name: tensor.clone() for name, tensor in collect_trainable_weights(self.policy).items()
-        }
-        # Log-probs of the old policy at the micro-batch's loss tokens.
-        self._old_NV: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def prepare_batch(self, batch: TrainBatch) -> None:
-        """Compute the old policy's distributions of a micro-batch."""
-        if self.is_first_step:
-            return
-        with swap_weights(self.policy, self._weights), self.buffer.use_dropout_masks(batch):
-            self._old_NV = compute_vocabulary_logprobs(self.policy, batch)
-
-    def compute_penalty(
-        self, batch: TrainBatch, loss_weights_BS: torch.Tensor, num_loss_tokens: float
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute KL(old || new) of the prepared micro-batch as a loss term, at the temperatures of its tokens.
-
-        Args:
-            loss_weights_BS: float [B, S], weight of each token, see `aggregation.token_weights`.
-            num_loss_tokens: of the whole optimizer step.
-        Returns: scalar with gradient; {"update_kl_exact"}: the mean per loss token in nats, detached.
-        """
-        mask_BS, old_NV = batch.loss_mask_BS, self._old_NV
-        if old_NV is None:
-            zero = loss_weights_BS.new_zeros(())
-            return zero, {"update_kl_exact": zero}
-        with self.buffer.use_dropout_masks(batch):
-            new_NV = compute_vocabulary_logprobs(self.policy, batch)
-        kl_N = exact_forward_kl(old_NV, new_NV)
-        zeros_BS = torch.zeros(mask_BS.shape, dtype=kl_N.dtype, device=kl_N.device)
-        penalty = aggregate(
-            zeros_BS.masked_scatter(mask_BS, kl_N),
-            mask_BS,
-            num_loss_tokens=num_loss_tokens,
-            loss_weights_BT=loss_weights_BS,
-        )
-        return penalty, {"update_kl_exact": kl_N.detach().sum() / num_loss_tokens}
 
 
 class PolicyUpdate:
@@ -143,6 +88,7 @@ class PolicyUpdate:
         self._first_logprobs_RS: torch.Tensor | None = None
         # None = no trust region, or one estimated at the sampled tokens.
         self._trust_region: ExactTrustRegion | None = None
+        self._top_k_region: TopKRegion | None = None  # None = the loss reads no top-K divergence
 
     def run_optimizer_steps(self, rng: np.random.Generator) -> dict[str, float]:
         """Run all optimizer steps; metrics are means over them (`_max`: the largest)."""
@@ -156,6 +102,11 @@ class PolicyUpdate:
         uses_trust_region = settings.trust_region_coef > 0 and settings.trust_region_kl == "exact"
         if uses_trust_region and not self.critic_only:
             self._trust_region = ExactTrustRegion(buffer)
+        if settings.uses_top_k and num_steps > 1:  # else both policies are equal
+            self._top_k_region = TopKRegion(buffer, settings.dppo_topk, settings.divergence_kind)
+            self._top_k_region.record_distributions(
+                [self._select_trained_rows(indices) for indices in minibatches]
+            )
         all_step_metrics: list[dict[str, float]] = []
         refused = 0.0
         for number in range(num_steps):
@@ -357,6 +308,9 @@ class PolicyUpdate:
         head = self.actor_critic.critic.value_head if self.actor_critic.critic is not None else None
         if self._trust_region is not None:
             self._trust_region.prepare_batch(batch)
+        divergence_BS = None
+        if self._top_k_region is not None:
+            divergence_BS = self._top_k_region.measure_divergence(batch)
         with buffer.use_dropout_masks(batch):
             outputs = compute_token_outputs(
                 self.actor_critic.policy,
@@ -386,7 +340,7 @@ class PolicyUpdate:
             square_mean = masked_sum(weights_BS.square(), mask_BS) / count
             policy_metrics["importance_square_mean"] = square_mean
         loss, loss_metrics = self._compute_policy_loss(
-            logprobs_BS, old_BS, advantages_BS, mask_BS, weights_BS
+            batch, logprobs_BS, old_BS, advantages_BS, weights_BS, divergence_BS
         )
         policy_metrics |= loss_metrics
         policy_metrics |= measure_sampler_agreement(sampler_BS, old_BS, mask_BS, count)
@@ -402,14 +356,15 @@ class PolicyUpdate:
 
     def _compute_policy_loss(
         self,
+        batch: TrainBatch,
         logprobs_BS: torch.Tensor,
         old_BS: torch.Tensor,
         advantages_BS: torch.Tensor,
-        mask_BS: torch.Tensor,
         importance_BS: torch.Tensor | None,
+        divergence_BS: torch.Tensor | None,
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Compute the policy term by the user's loss or the algorithm's."""
-        settings, counts = self.settings, self.denominators
+        settings, counts, mask_BS = self.settings, self.denominators, batch.loss_mask_BS
         custom_loss = self.actor_critic.custom_functions.loss
         if custom_loss is not None:
             return compute_custom_policy_loss(
@@ -424,7 +379,16 @@ class PolicyUpdate:
             )
         if importance_BS is not None:
             advantages_BS = advantages_BS * importance_BS
-        return compute_policy_loss(settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts)
+        return compute_policy_loss(
+            settings,
+            logprobs_BS,
+            old_BS,
+            advantages_BS,
+            mask_BS,
+            counts,
+            sampler_logprobs_BS=batch.sampler_logprobs_BS,
+            divergence_BS=divergence_BS,
+        )
 
     def _add_loss_terms(
         self, loss: torch.Tensor, outputs: TokenOutputs, old_BS: torch.Tensor, batch: TrainBatch

@@ -10,6 +10,7 @@ from rl_core.losses.aggregation import token_weights
 from rl_core.losses.policy import (
     cispo_loss,
     clipped_policy_loss,
+    dppo_loss,
     gspo_loss,
     reinforce_loss,
     sapo_loss,
@@ -281,6 +282,47 @@ def test_cispo_keeps_every_gradient_and_cuts_the_weight():
             assert loss.item() == pytest.approx(-weight * advantage * (log_ratio - 2))
             assert logprobs.grad.item() == pytest.approx(-weight * advantage)
             assert metrics["clip_fraction"].item() == (1 if log_ratio > 0 else 0)
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize(
+    ("old", "new"), [(0.01, 0.1), (0.5, 0.7), (0.5, 0.3), (0.1, 0.01), (0.4, 0.5)]
+)
+def test_dppo_masks_by_the_difference_of_probabilities(old, new, advantage):
+    """Check both signs: 0.01 to 0.1 is ten times as much and stays; 0.5 to 0.7 goes too far, if A leads there."""
+    logprobs = torch.tensor([[math.log(new)]], dtype=torch.float64, requires_grad=True)
+    loss, metrics = dppo_loss(
+        logprobs,
+        torch.tensor([[math.log(old)]]).double(),
+        torch.tensor([[advantage]]).double(),
+        ONE,
+        num_loss_tokens=1,
+        threshold=0.15,
+    )
+    loss.backward()
+    is_masked = abs(new - old) > 0.15 and (new > old) == (advantage > 0)
+    gradient = 0.0 if is_masked else -min(new / old, 20.0) * advantage
+    assert logprobs.grad.item() == pytest.approx(gradient)
+    assert loss.item() == pytest.approx(gradient * math.log(new))
+    assert metrics["clip_fraction"].item() == is_masked
+    assert metrics["clip_fraction_low"].item() == (is_masked and advantage < 0)
+    assert metrics["divergence_mean"].item() == pytest.approx(abs(new - old))
+
+
+def test_dppo_caps_its_weight_and_reads_a_given_divergence():
+    logprobs = torch.full((1, 1), -1.0, dtype=torch.float64, requires_grad=True)
+    old, minus = torch.full((1, 1), -9.0).double(), torch.full((1, 1), -1.0).double()
+    loss, _ = dppo_loss(logprobs, old, minus, ONE, num_loss_tokens=1)  # A < 0: never masked here
+    loss.backward()
+    assert logprobs.grad.item() == pytest.approx(20.0)
+    masked, metrics = dppo_loss(
+        logprobs, old, -minus, ONE, num_loss_tokens=1, divergence_BT=torch.ones(1, 1).double()
+    )
+    assert masked.item() == 0 and metrics["divergence_mean"].item() == 1
+    with pytest.raises(DataError, match="threshold 0"):
+        dppo_loss(logprobs, old, minus, ONE, num_loss_tokens=1, threshold=0)
+    with pytest.raises(DataError, match="divergence"):
+        dppo_loss(logprobs, old, minus, ONE, num_loss_tokens=1, divergence_BT=torch.ones(2))
 
 
 def test_reinforce_by_hand():

@@ -337,6 +337,7 @@ def test_settings_of_a_distillation():
     custom = {field.name for field in dataclasses.fields(DistillationSettings)} - names
     assert custom == {
         "teacher",
+        "self_teacher",
         "levels",
     }  # all others mean the same as in the policy's settings
     with pytest.raises(SettingsError, match=r"temperature: 0\.5 with a served teacher"):

@@ -94,7 +94,16 @@ HALF = 0.5 / (0.5**0.5 + 1e-4)  # (1 - 1/2) over the std of (1, 0), which is sqr
     [
         ("dr_grpo", [[0.5, -0.5], [0.0, 0.0]]),
         ("rloo", [[1.0, -1.0], [0.0, 0.0]]),
-        *[(name, [[HALF, -HALF], [0.0, 0.0]]) for name in ("grpo", "dapo", "gspo", "cispo")],
+        ("maxrl", [[1.0, -1.0], [0.0, 0.0]]),  # mean 1/2
+        # one component: grpo's over the batch's deviation, sqrt((2 HALF^2) / 3)
+        (
+            "gdpo",
+            [[x / (HALF * (2 / 3) ** 0.5 + 1e-4) for x in (HALF, -HALF)], [0.0, 0.0]],
+        ),
+        *[
+            (name, [[HALF, -HALF], [0.0, 0.0]])
+            for name in ("grpo", "dapo", "gspo", "cispo", "dppo")
+        ],
         # mean 1/4, unbiased variance (0.75^2 + 3 * 0.25^2) / 3 = 1/4
         ("reinforce", [[0.75 / 0.5001, -0.25 / 0.5001], [-0.25 / 0.5001, -0.25 / 0.5001]]),
     ],
