@@ -45,7 +45,14 @@ _HUB_ERRORS = (
     "OfflineModeIsEnabled",
     "LocalEntryNotFoundError",
 )
-_PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+_PROXY_VARIABLES = (
+    "HTTPS_PROXY",
+    "https_proxy",
+    "HTTP_PROXY",
+    "http_proxy",
+    "ALL_PROXY",
+    "all_proxy",
+)
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 _MAX_MESSAGE = 1000  # characters
 
@@ -55,7 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (path,) = sys.argv[1:] if arguments is None else arguments
     request: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     output = Path(request["output"])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     try:
         run_request(request)
     except PosttrainError as error:
@@ -120,7 +129,11 @@ def _create_task_manager(request: Mapping[str, Any], names: Sequence[str]) -> An
         if name not in manager.all_tasks:
             known = suggest_name(name, manager.all_tasks) if name else ""
             hint = known if known.startswith("did") else f"{len(manager.all_tasks)} are known"
-            where = f" nor in {folder}" if folder else "; stages.suites.include_path names a folder of your own"
+            where = (
+                f" nor in {folder}"
+                if folder
+                else "; stages.suites.include_path names a folder of your own"
+            )
             raise SettingsError(f"lm-eval has no task '{name}' of its own{where}; {hint}")
     return manager
 
@@ -160,7 +173,9 @@ def _explain_failure(name: str, error: BaseException) -> PosttrainError:
     chain = list(_iter_causes(error))
     text = " ".join(str(error).split())[: _MAX_MESSAGE // 2]
     if any(type(cause).__name__ in _HUB_ERRORS for cause in chain):
-        offline = [name for name in _OFFLINE_VARIABLES if os.environ.get(name, "0") not in ("", "0")]
+        offline = [
+            name for name in _OFFLINE_VARIABLES if os.environ.get(name, "0") not in ("", "0")
+        ]
         proxies = [name for name in _PROXY_VARIABLES if os.environ.get(name)]
         state = f"{offline[0]} is set" if offline else "the hub does not answer"
         through = f", through the proxy of {proxies[0]}" if proxies and not offline else ""
@@ -260,7 +275,7 @@ def build_language_model(scorer: TextScorer, request: Mapping[str, Any]) -> Any:
 
     default_tokens = int(request["max_completion_tokens"])
 
-    class EngineModel(TemplateLM):  # type: ignore[misc]  # lm-eval is not installed where types are checked
+    class EngineModel(TemplateLM):
         """A model of this project, as lm-eval asks for it."""
 
         tokenizer = scorer.tokenizer
@@ -275,7 +290,7 @@ def build_language_model(scorer: TextScorer, request: Mapping[str, Any]) -> Any:
         ) -> list[int]:
             """Encode a text; a text that begins with the first token of texts does not get it again."""
             if add_special_tokens is None:
-                first = scorer.tokenizer.decode([scorer.prefix_id])
+                first = str(scorer.tokenizer.decode([scorer.prefix_id]))
                 add_special_tokens = not string.startswith(first)
             return list(scorer.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
@@ -296,9 +311,7 @@ def build_language_model(scorer: TextScorer, request: Mapping[str, Any]) -> Any:
         def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
             """Continue prompts."""
             texts = [
-                build_text_request(
-                    self.tok_encode(prompt), options, default_tokens, TextRequest
-                )
+                build_text_request(self.tok_encode(prompt), options, default_tokens, TextRequest)
                 for prompt, options in (item.args for item in requests)
             ]
             return scorer.generate_texts(texts)
@@ -339,9 +352,7 @@ def build_text_request(
     elif samples is True and temperature == 0.0 and "temperature" not in options:
         temperature = 1.0
     known = {"top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
-    drawing = {
-        name: convert(rest.pop(name)) for name, convert in known.items() if name in rest
-    }
+    drawing = {name: convert(rest.pop(name)) for name, convert in known.items() if name in rest}
     if unknown := sorted(set(rest) - {"num_beams", "use_cache", "min_new_tokens"}):
         raise SettingsError(f"generation_kwargs: {unknown[0]} is not supported")
     if rest.get("num_beams", 1) != 1 or rest.get("min_new_tokens"):

@@ -1,7 +1,7 @@
 """Results of tasks of other evaluators: metrics with intervals, and one line per sample.
 
-    <folder>/result.json      TaskResult; written last, so a folder with it is complete
-    <folder>/samples.jsonl    {"id", "metrics", "sample"}: the numbers that pair two models, and the evaluator's record
+<folder>/result.json      TaskResult; written last, so a folder with it is complete
+<folder>/samples.jsonl    {"id", "metrics", "sample"}: the numbers that pair two models, and the evaluator's record
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -70,16 +70,26 @@ class TaskResult:
             metrics = {name: TaskMetric(**value) for name, value in row["metrics"].items()}
             return cls(**{**row, "metrics": metrics})
         except (KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"not the result of a task ({type(error).__name__}: {error})") from error
+            raise DataError(
+                f"not the result of a task ({type(error).__name__}: {error})"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteMetrics:
+    """Metrics of one model's suites, and the numbers of their samples."""
+
+    metrics: dict[str, TaskMetric]  # by name, task/metric
+    read_samples: Callable[[str], dict[str, float]]  # of a metric, by sample; {} = unknown
+
+    def find_metric(self, name: str) -> TaskMetric | None:
+        """Return the metric of that name; None = there is none."""
+        return self.metrics.get(name)
 
 
 def build_metric_name(*parts: str) -> str:
     """Join the parts of a metric's name, without characters that a tracking store refuses, nor slashes."""
-    return ".".join(
-        replace_invalid_characters(part).replace("/", "_").replace(" ", "_")
-        for part in parts
-        if part
-    )
+    return ".".join(replace_invalid_characters(part, r"\w.-") for part in parts if part)
 
 
 def read_number(value: Any) -> float | None:

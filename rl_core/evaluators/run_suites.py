@@ -156,12 +156,16 @@ def find_evaluator_version(evaluator: Evaluator, settings: SuitesSettings) -> st
 
 def _probe_environment(python: str, package: str) -> str:
     """Ask another Python for the version of a package."""
-    program = "import importlib.metadata, openai, sys; print(importlib.metadata.version(sys.argv[1]))"
+    program = (
+        "import importlib.metadata, openai, sys; print(importlib.metadata.version(sys.argv[1]))"
+    )
     command = [str(Path(python).expanduser()), "-c", program, package]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SettingsError(f"stages.suites.inspect_python: {python} does not run: {error}") from error
+        raise SettingsError(
+            f"stages.suites.inspect_python: {python} does not run: {error}"
+        ) from error
     if done.returncode != 0:
         raise SettingsError(
             f"stages.suites.inspect_python: {python} lacks {package} or openai; install both there: "
@@ -268,7 +272,9 @@ def _run_inspect(run: SuiteRun, task: SuiteTask, folder: Path, address: ServedAd
     ]
     if settings.limit is not None:
         command += ["--limit", str(settings.limit)]
-    exempt = ",".join(filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK)))
+    exempt = ",".join(
+        filter(None, (os.environ.get("NO_PROXY") or os.environ.get("no_proxy"), LOOPBACK))
+    )
     environment = {
         f"{_SERVICE.upper()}_API_KEY": address.api_key,
         f"{_SERVICE.upper()}_BASE_URL": address.base_url,

@@ -253,7 +253,7 @@ class TextScorer:
         """Continue the prompts of requests that differ in nothing else."""
         stops = tuple(stop for stop in kind.stops if stop)
         room = self.max_length - kind.max_tokens
-        has_stop = build_stop_test(lambda ids: str(self.tokenizer.decode(ids)), stops)
+        has_stop = build_stop_test(lambda ids: str(self.tokenizer.decode(list(ids))), stops)
         sequences = [
             AnswerSequence(
                 list(request.prompt[-room:]) or [self.prefix_id],
@@ -303,7 +303,9 @@ def _compute_target_logprobs(
     """
     has_plain_head = check_chunked_head(base).allowed
     if has_plain_head:
-        needed_P = torch.zeros(batch.input_ids_BS.numel(), dtype=torch.bool, device=targets_N.device)
+        needed_P = torch.zeros(
+            batch.input_ids_BS.numel(), dtype=torch.bool, device=targets_N.device
+        )
         needed_P[positions_N] = True
         states = compute_prefix_states(base, batch, needed_P.view(batch.input_ids_BS.shape))
     else:  # the model scales or caps its logits, so it computes them itself

@@ -1,7 +1,7 @@
 """Settings of the stage `suites`: tasks of other evaluators (lm-eval, inspect-ai), and their grammar.
 
-    lm-eval:TASK,TASK           tasks of lm-eval, its own or those of `include_path`
-    inspect:FILE.py@TASK,TASK   tasks of inspect-ai that a file defines
+lm-eval:TASK,TASK           tasks of lm-eval, its own or those of `include_path`
+inspect:FILE.py@TASK,TASK   tasks of inspect-ai that a file defines
 """
 
 from __future__ import annotations
@@ -96,11 +96,15 @@ class SuitesSettings(Settings):
         256, ge=1, le=1_048_576, doc="tokens of an answer, where the task sets no limit"
     )
     unsafe_code: bool = setting(
-        False, doc="run lm-eval tasks that execute code of the model, which lm-eval does not confine"
+        False,
+        doc="run lm-eval tasks that execute code of the model, which lm-eval does not confine",
     )
     slots: int = setting(16, ge=1, le=65_536, doc="answers decoded together")
     pass_tokens: int = setting(
-        8_192, ge=1, le=1_073_741_824, doc="tokens of a scoring pass, common beginnings counted once"
+        8_192,
+        ge=1,
+        le=1_073_741_824,
+        doc="tokens of a scoring pass, common beginnings counted once",
     )
     inspect_python: str | None = setting(
         None, doc="Python of another environment that has inspect-ai and openai; unset: this one"
@@ -149,4 +153,6 @@ class MetricCondition(Settings):
     def check(self) -> None:
         """Refuse a condition without content."""
         if self.min is None and self.max is None and self.max_loss is None:
-            raise SettingsError("min: set min, max or max_loss; a condition without any decides nothing")
+            raise SettingsError(
+                "min: set min, max or max_loss; a condition without any decides nothing"
+            )
