@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,33 +181,32 @@ def _serve_model(
     from rl_core.user_code.load import build_child_import_path
 
     settings: SuitesSettings = context.settings
-    port = choose_free_port()
-    with tempfile.TemporaryDirectory(prefix="posttrain-suites-") as folder:
-        command = [sys.executable, "-P", "-m", "posttrain", "serve", str(model)]
-        command += ["--port", str(port), "--name", SERVED_NAME, "--output", folder]
-        overrides: dict[str, Any] = {
-            "serving.host": HOST,
-            "serving.slots": settings.slots,
-            "serving.threads": context.threads,
-            **_list_changed_model_settings(model_settings),
-        }
-        for key, value in overrides.items():
-            command += ["--set", f"{key}={json.dumps(value)}"]
-        server = ManagedServer(
-            command,
-            port,
-            context.folder / SERVER_LOG,
-            timeout_s=settings.start_timeout_seconds,
-            stop_event=context.stop,
-            timeout_setting="stages.suites.start_timeout_seconds",
-            variables={"PYTHONPATH": build_child_import_path()},
-        )
-        server.start()
-        try:
-            token = (Path(folder) / "serving" / "token").read_text().strip()
-            yield ServedAddress(f"http://{HOST}:{port}/v1", token)
-        finally:
-            server.close()
+    port, folder = choose_free_port(), context.checkpoints / "server"
+    overrides: dict[str, Any] = {
+        "serving.host": HOST,
+        "serving.slots": settings.slots,
+        "serving.threads": context.threads,
+        **_list_changed_model_settings(model_settings),
+    }
+    command = [sys.executable, "-P", "-m", "posttrain", "serve", str(model)]
+    command += ["--port", str(port), "--name", SERVED_NAME, "--output", str(folder)]
+    for key, value in overrides.items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    server = ManagedServer(
+        command,
+        port,
+        context.folder / SERVER_LOG,
+        timeout_s=settings.start_timeout_seconds,
+        stop_event=context.stop,
+        timeout_setting="stages.suites.start_timeout_seconds",
+        variables={"PYTHONPATH": build_child_import_path()},
+    )
+    server.start()
+    try:
+        token = (folder / "serving" / "token").read_text().strip()
+        yield ServedAddress(f"http://{HOST}:{port}/v1", token)
+    finally:
+        server.close()
 
 
 def _list_changed_model_settings(model: ModelSettings) -> dict[str, Any]:

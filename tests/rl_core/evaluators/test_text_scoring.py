@@ -132,7 +132,9 @@ def generate_alone(scorer, prompt, tokens):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_greedy_answers_and_stop_texts(kind):
     scorer = build_scorer(kind)
-    prompts = [tuple(scorer.tokenizer.encode(text)) for text in ("Two and", "A line\n\n  é 你", "x")]
+    prompts = [
+        tuple(scorer.tokenizer.encode(text)) for text in ("Two and", "A line\n\n  é 你", "x")
+    ]
     decode = scorer.tokenizer.decode
     plain = scorer.generate_texts([TextRequest(prompt, max_tokens=12) for prompt in prompts])
     expected = [decode(generate_alone(scorer, prompt, 12)) for prompt in prompts]

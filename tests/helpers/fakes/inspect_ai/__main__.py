@@ -11,7 +11,7 @@ from pathlib import Path
 def ask(question):
     """Return the served model's answer. Proxies of the environment count, as for other programs."""
     body = {
-        "model": "model",
+        "model": served,
         "messages": [{"role": "user", "content": question}],
         "max_tokens": 8,
         "temperature": 0,
@@ -32,7 +32,7 @@ parser.add_argument("--log-dir")
 parser.add_argument("--limit", type=int)
 parser.add_argument("--model")
 arguments, _ = parser.parse_known_args()
-assert arguments.model == "openai-api/posttrain/model"
+served = arguments.model.removeprefix("openai-api/posttrain/")
 file, _, task = arguments.target.rpartition("@")
 rows = runpy.run_path(file)[task]()[: arguments.limit]
 samples = []
