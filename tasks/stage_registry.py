@@ -165,7 +165,7 @@ _STAGES: tuple[PipelineStage, ...] = (
     PipelineStage(
         name="analyze",
         task="tasks.stages.analyze:analyze_trajectories",
-        takes=("evaluation", "models", "data", "reward_model"),
+        takes=("evaluation", "models", "data", "reward_model", "suites"),
         needs=("evaluation",),
     ),
     PipelineStage(

@@ -136,25 +136,10 @@ def _format_row_label(row: Mapping[str, Any]) -> str:
 
 def _list_suite_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """List the metrics of suites: names of the models, and a row for each metric with its value in every model."""
-    models = next((row["suites"] for row in rows if row.get("suites")), {})
-    from rl_core.evaluators.results import TaskMetric  # imports numpy, which other runs do not need
+    from rl_core.evaluators.results import list_metric_rows  # imports numpy
 
-    names = [
-        f"{task}/{metric}"
-        for task, metric in dict.fromkeys(
-            (task, metric)
-            for tasks in models.values()
-            for task, result in tasks.items()
-            for metric in result["metrics"]
-        )
-    ]
-    table = []
-    for name in names:
-        task, _, metric = name.rpartition("/")
-        values = [tasks.get(task, {}).get("metrics", {}).get(metric) for tasks in models.values()]
-        cells = ("" if value is None else TaskMetric(**value).format_value() for value in values)
-        table.append([name, *cells])
-    return list(models), table
+    models: Mapping[str, Any] = next((row["suites"] for row in rows if row.get("suites")), {})
+    return list_metric_rows(models) if models else ([], [])
 
 
 def format_result_table(

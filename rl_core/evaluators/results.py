@@ -87,6 +87,28 @@ class SuiteMetrics:
         return self.metrics.get(name)
 
 
+def list_metric_rows(
+    models: Mapping[str, Mapping[str, Mapping[str, Any]]],
+) -> tuple[list[str], list[list[str]]]:
+    """List metrics as text: the names of the models, and for each metric its name and its value in every model.
+
+    Args:
+        models: results of `TaskResult.to_json` by task, by model.
+    """
+    names = dict.fromkeys(
+        (task, metric)
+        for tasks in models.values()
+        for task, result in tasks.items()
+        for metric in result["metrics"]
+    )
+    rows = []
+    for task, metric in names:
+        values = [tasks.get(task, {}).get("metrics", {}).get(metric) for tasks in models.values()]
+        cells = ("" if value is None else TaskMetric(**value).format_value() for value in values)
+        rows.append([f"{task}/{metric}", *cells])
+    return list(models), rows
+
+
 def build_metric_name(*parts: str) -> str:
     """Join the parts of a metric's name, without characters that a tracking store refuses, nor slashes."""
     return ".".join(replace_invalid_characters(part, r"\w.-") for part in parts if part)

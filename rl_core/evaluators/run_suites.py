@@ -179,7 +179,6 @@ def _probe_environment(python: str, package: str) -> str:
 
 def _run_lm_eval(run: SuiteRun, tasks: Sequence[SuiteTask], folder: Path) -> None:
     settings = run.settings
-    find_evaluator_version("lm_eval", settings)
     (folder / ERROR_FILE).unlink(missing_ok=True)
     include_path = settings.include_path
     request = {
@@ -257,7 +256,6 @@ def _read_log_end(log: Path) -> str:
 
 def _run_inspect(run: SuiteRun, task: SuiteTask, folder: Path, address: ServedAddress) -> None:
     settings = run.settings
-    find_evaluator_version("inspect", settings)
     target = folder / build_task_folder_name(task)
     logs = target / "logs"
     shutil.rmtree(logs, ignore_errors=True)  # of an interrupted attempt

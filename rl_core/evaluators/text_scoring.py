@@ -9,7 +9,7 @@ B rows, S tokens of a row, N scored tokens, C states of a chunk, H hidden, V voc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +34,6 @@ from rl_core.settings import SamplingSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Progress = Callable[[int], None]  # receives the number of requests answered since the last call
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +118,7 @@ class TextScorer:
 
     # ------------------------------------------------------------------------------------------------------ scores
 
-    def score_continuations(
-        self, requests: Sequence[ScoreRequest], report: Progress | None = None
-    ) -> list[Score]:
+    def score_continuations(self, requests: Sequence[ScoreRequest]) -> list[Score]:
         """Score continuations, in order.
 
         A context that does not fit is cut on the left. A continuation that is longer than the model's context is
@@ -138,15 +134,13 @@ class TextScorer:
             owners += [index] * len(parts)
         totals = [0.0] * len(requests)
         are_greedy = [True] * len(requests)
-        scores = self._score_windows(windows, report)
+        scores = self._score_windows(windows)
         for owner, score in zip(owners, scores, strict=True):
             totals[owner] += score.logprob
             are_greedy[owner] &= score.is_greedy
         return [Score(*pair) for pair in zip(totals, are_greedy, strict=True)]
 
-    def score_texts(
-        self, texts: Sequence[Sequence[int]], report: Progress | None = None
-    ) -> list[float]:
+    def score_texts(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Compute the log-probability of complete texts, in nats: each token of them once, in windows.
 
         A text without tokens has the log-probability 0.
@@ -154,7 +148,7 @@ class TextScorer:
         filled = [index for index, text in enumerate(texts) if len(text)]
         requests = [ScoreRequest([self.prefix_id], list(texts[index])) for index in filled]
         totals = [0.0] * len(texts)
-        for index, score in zip(filled, self.score_continuations(requests, report), strict=True):
+        for index, score in zip(filled, self.score_continuations(requests), strict=True):
             totals[index] = score.logprob
         return totals
 
@@ -174,9 +168,7 @@ class TextScorer:
         room = self.max_length + 1 - len(continuation)  # the last token is predicted, not read
         return [ScoreRequest(context[-room:], continuation)]
 
-    def _score_windows(
-        self, windows: Sequence[ScoreRequest], report: Progress | None
-    ) -> list[Score]:
+    def _score_windows(self, windows: Sequence[ScoreRequest]) -> list[Score]:
         rows = [[*window.context, *window.continuation][:-1] for window in windows]
         lengths = [len(row) for row in rows]
         scores: list[Score | None] = [None] * len(rows)
@@ -186,8 +178,6 @@ class TextScorer:
             found = self._score_batch([rows[index] for index in indices], continuations)
             for index, score in zip(indices, found, strict=True):
                 scores[index] = score
-            if report is not None:
-                report(len(indices))
 
         with torch.no_grad(), use_eval_mode(self.model):
             encoded_rows = None
@@ -221,9 +211,7 @@ class TextScorer:
 
     # ----------------------------------------------------------------------------------------------------- answers
 
-    def generate_texts(
-        self, requests: Sequence[TextRequest], report: Progress | None = None
-    ) -> list[str]:
+    def generate_texts(self, requests: Sequence[TextRequest]) -> list[str]:
         """Continue prompts, in order: the text before the first stop text or end token.
 
         A prompt that leaves no room for `max_tokens` is cut on the left, an empty one begins with `prefix_id`.
@@ -245,8 +233,6 @@ class TextScorer:
                 indices, self._generate_group(kind, [requests[i] for i in indices]), strict=True
             ):
                 answers[index] = text
-            if report is not None:
-                report(len(indices))
         return answers
 
     def _generate_group(self, kind: TextRequest, requests: Sequence[TextRequest]) -> list[str]:

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 METRIC_PREFIX = "eval"  # of the metrics in the tracking store: eval/MODEL/EVALUATOR/TASK/METRIC
 _SINGLE = "suites."  # prefix of the input with the finished suites of one model
+_MEGABYTE = 1e6
 _TASK_FILES = ("result.json", "samples.jsonl")
 
 
@@ -110,8 +111,7 @@ def _run_stage(context: StageContext) -> dict[str, Any]:
             models[name] = _run_one_model(context, name)
         metrics = _list_tracked_metrics(name, models[name])
         context.tracker.log_metrics(metrics, index)
-        for path in sorted((context.folder / name).rglob("*.json*")):
-            context.tracker.log_artifact(path, f"suites/{name}/{path.parent.name}")
+        _log_files(context, name)
     context.tracker.progress(len(names), len(names))
     return {
         "models": models,
@@ -122,6 +122,16 @@ def _run_stage(context: StageContext) -> dict[str, Any]:
         },
         "note": _describe_results(models),
     }
+
+
+def _log_files(context: StageContext, name: str) -> None:
+    """Log the files of a model's tasks as artifacts, but for those above `tracking.records_megabytes`."""
+    limit = context.pipeline.tracking.records_megabytes * _MEGABYTE
+    for path in sorted((context.folder / name).rglob("*.json*")):
+        if path.name == "result.json" or path.stat().st_size <= limit:
+            context.tracker.log_artifact(path, f"suites/{name}/{path.parent.name}")
+        else:
+            logger.info("%s is larger than tracking.records_megabytes and stays here", path)
 
 
 def _run_one_model(context: StageContext, name: str) -> dict[str, Any]:

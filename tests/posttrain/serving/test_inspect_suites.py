@@ -17,7 +17,7 @@ from test_clients import find_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.clients]
 
-TASKS = '''
+TASKS = """
 import sys
 
 from inspect_ai import Task, task
@@ -47,7 +47,7 @@ def leaves():
 @task
 def empty():
     return build(0)
-'''
+"""
 
 
 @pytest.fixture(scope="module")

@@ -175,7 +175,9 @@ def test_local_tasks_have_the_same_accuracy_and_the_same_texts(models, tmp_path)
     lines = (tmp_path / "results" / "lm_eval-cells_text" / "samples.jsonl").read_text()
     answers = [json.loads(line)["sample"]["resps"] for line in lines.splitlines()]
     assert answers == [sample["resps"] for sample in expected["samples"]["cells_text"]]
-    assert text.metrics["exact_match"].value == expected["results"]["cells_text"]["exact_match,none"]
+    assert (
+        text.metrics["exact_match"].value == expected["results"]["cells_text"]["exact_match,none"]
+    )
 
 
 @pytest.mark.timeout(600)

@@ -71,9 +71,7 @@ def test_scores_are_those_of_a_pass_over_each_row_alone(kind):
         with torch.no_grad():
             best = [*best, int(scorer.model(input_ids=torch.tensor([best])).logits[0, -1].argmax())]
     pairs.append((contexts[1], best[len(contexts[1]) :]))
-    reported = []
-    scores = scorer.score_continuations([ScoreRequest(*pair) for pair in pairs], reported.append)
-    assert sum(reported) == len(pairs)
+    scores = scorer.score_continuations([ScoreRequest(*pair) for pair in pairs])
     for score, pair in zip(scores, pairs, strict=True):
         logprob, is_greedy = score_alone(scorer, *pair)
         assert score.logprob == pytest.approx(logprob, rel=2e-5, abs=2e-5)
@@ -163,3 +161,11 @@ def test_sampled_answers_depend_on_the_seed_alone():
 def test_an_answer_longer_than_the_context_is_refused():
     with pytest.raises(DataError, match="48 tokens, but the model's context is 48"):
         build_scorer().generate_texts([TextRequest((5,), max_tokens=48)])
+
+
+def test_a_text_without_context_begins_with_the_first_token_of_texts_or_the_last():
+    scorer = build_scorer()
+    scorer.tokenizer.bos_token = None
+    assert scorer.prefix_id == scorer.eos_id
+    scorer.tokenizer.bos_token = scorer.tokenizer.convert_ids_to_tokens(7)
+    assert scorer.prefix_id == 7 != scorer.eos_id
