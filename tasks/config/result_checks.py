@@ -8,7 +8,6 @@ from typing import Any
 
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import SuitesSettings
-from rl_core.settings.suites import parse_suite
 from tasks.config.problems import ConfigProblem, Key
 from tasks.config.settings import PipelineSettings, StagesSettings
 from tasks.stage_registry import list_policy_stages
@@ -88,10 +87,10 @@ def resolve_suite_paths(
             paths[*_SUITES_KEY, field] = str(path)
     resolved = []
     for suite in suites.tasks:
-        (first, *_) = parse_suite(suite)
-        file = find_path(first.file) if first.file else None
-        names = suite.rpartition("@")[2]
-        resolved.append(suite if file is None else f"inspect:{file}@{names}")
+        prefix, _, rest = suite.partition(":")
+        name, at, tasks = rest.rpartition("@")
+        file = find_path(name) if prefix == "inspect" and at else None
+        resolved.append(suite if file is None else f"inspect:{file}@{tasks}")
     if tuple(resolved) != suites.tasks:
         paths[*_SUITES_KEY, "tasks"] = tuple(resolved)
     return paths
@@ -114,9 +113,12 @@ def check_suites(settings: PipelineSettings, *, check_packages: bool) -> Iterato
         text = "names no suite; write lm-eval:TASK,TASK or inspect:FILE.py@TASK"
         yield build_stage_finding((*_SUITES_KEY, "tasks"), text)
         return
+    try:
+        labels = [task.label for task in suites.list_tasks()]
+    except SettingsError:  # a malformed suite, which is reported already
+        return
     for field, problem in suites.find_missing_paths():
         yield build_stage_finding((*_SUITES_KEY, field), problem)
-    labels = [task.label for task in suites.list_tasks()]
     for name in conditions:
         task, _, metric = name.rpartition("/")
         if task not in labels or not metric:

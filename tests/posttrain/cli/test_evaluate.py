@@ -5,6 +5,7 @@ import json
 
 import pytest
 from helpers import ROOT
+from helpers.adapters import fakes
 from helpers.gguf_models import build_model
 
 from posttrain.cli.evaluate import _resolve_settings, add_arguments
@@ -19,6 +20,12 @@ def model(tmp_path_factory):
     written.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins():
+    with fakes("lm_eval"):
+        yield
 
 
 def resolve(*words):
