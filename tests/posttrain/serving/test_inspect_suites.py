@@ -60,7 +60,7 @@ def python(tmp_path_factory):
 def test_tasks_of_a_file(python, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # not for loopback
-    model = make_folder_of_model(tmp_path / "model", context=1024)
+    model = make_folder_of_model(tmp_path / "small", context=1024)
     (tmp_path / "evals.py").write_text(TASKS)
     options = ["--json", "--set", f"stages.suites.inspect_python={python}"]
     command = ["evaluate", str(model), "--suite", "inspect:evals.py@colours", *options]
@@ -68,12 +68,12 @@ def test_tasks_of_a_file(python, tmp_path, monkeypatch, capsys):
     record = json.loads(capsys.readouterr().out)
     ((name, tasks),) = record["models"]["suites"].items()
     row = tasks["inspect/colours"]
-    assert (name, row["samples"], row["version"]) == ("model", 4, "4")
+    assert (name, row["samples"], row["version"]) == ("small", 4, "4")
     assert row["evaluator"].startswith("inspect-ai 0.3.")
     assert set(row["metrics"]) == {"includes.accuracy", "match.accuracy"}
     metric = row["metrics"]["includes.accuracy"]
     assert metric["samples"] == 4 and metric["low"] <= metric["value"] <= metric["high"]
-    (samples,) = Path(record["output"]).glob("stages/suites/*/model/inspect-colours/samples.jsonl")
+    (samples,) = Path(record["output"]).glob("stages/suites/*/small/inspect-colours/samples.jsonl")
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
     assert len(lines) == 4 and all("completion" in line["sample"] for line in lines)
 
