@@ -271,7 +271,7 @@ def build_language_model(scorer: TextScorer, request: Mapping[str, Any]) -> Any:
     """Build lm-eval's model over a scorer."""
     from lm_eval.api.model import TemplateLM
 
-    from rl_core.evaluators.text_scoring import ScoreRequest, TextRequest
+    from rl_core.evaluators.text_scoring import ContinuationRequest, TextRequest
 
     default_tokens = int(request["max_completion_tokens"])
 
@@ -298,7 +298,9 @@ def build_language_model(scorer: TextScorer, request: Mapping[str, Any]) -> Any:
             self, requests: list[Any], disable_tqdm: bool = False, **options: Any
         ) -> list[tuple[float, bool]]:
             """Score requests ((context, continuation), context ids, continuation ids)."""
-            pairs = [ScoreRequest(context, continuation) for _, context, continuation in requests]
+            pairs = [
+                ContinuationRequest(context, continuation) for _, context, continuation in requests
+            ]
             scores = scorer.score_continuations(pairs)
             return [(score.logprob, score.is_greedy) for score in scores]
 

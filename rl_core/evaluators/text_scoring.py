@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreRequest:
+class ContinuationRequest:
     """A continuation to score after its context."""
 
     context: list[int]  # at least one token
@@ -118,7 +118,7 @@ class TextScorer:
 
     # ------------------------------------------------------------------------------------------------------ scores
 
-    def score_continuations(self, requests: Sequence[ScoreRequest]) -> list[Score]:
+    def score_continuations(self, requests: Sequence[ContinuationRequest]) -> list[Score]:
         """Score continuations, in order.
 
         A context that does not fit is cut on the left. A continuation that is longer than the model's context is
@@ -126,7 +126,7 @@ class TextScorer:
 
         Raises: DataError for an empty context or continuation, or a token outside the vocabulary.
         """
-        windows: list[ScoreRequest] = []
+        windows: list[ContinuationRequest] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
             parts = self._build_windows(index, request)
@@ -146,13 +146,13 @@ class TextScorer:
         A text without tokens has the log-probability 0.
         """
         filled = [index for index, text in enumerate(texts) if len(text)]
-        requests = [ScoreRequest([self.prefix_id], list(texts[index])) for index in filled]
+        requests = [ContinuationRequest([self.prefix_id], list(texts[index])) for index in filled]
         totals = [0.0] * len(texts)
         for index, score in zip(filled, self.score_continuations(requests), strict=True):
             totals[index] = score.logprob
         return totals
 
-    def _build_windows(self, index: int, request: ScoreRequest) -> list[ScoreRequest]:
+    def _build_windows(self, index: int, request: ContinuationRequest) -> list[ContinuationRequest]:
         context, continuation = request.context, request.continuation
         if not context or not continuation:
             part = "context" if not context else "continuation"
@@ -164,11 +164,11 @@ class TextScorer:
                 )
         if len(continuation) > self.max_length:
             windows = split_into_windows(continuation, context[-1], self.max_length)
-            return [ScoreRequest(*window) for window in windows]
+            return [ContinuationRequest(*window) for window in windows]
         room = self.max_length + 1 - len(continuation)  # the last token is predicted, not read
-        return [ScoreRequest(context[-room:], continuation)]
+        return [ContinuationRequest(context[-room:], continuation)]
 
-    def _score_windows(self, windows: Sequence[ScoreRequest]) -> list[Score]:
+    def _score_windows(self, windows: Sequence[ContinuationRequest]) -> list[Score]:
         rows = [[*window.context, *window.continuation][:-1] for window in windows]
         lengths = [len(row) for row in rows]
         scores: list[Score | None] = [None] * len(rows)

@@ -80,7 +80,7 @@ def resolve_files(
     problems: list[ConfigProblem] = []
     finder = _FileFinder(folder, problems)
     paths: dict[Key, Any] = {
-        **resolve_suite_paths(settings.stages.suites, finder.find_path),
+        **resolve_suite_paths(settings.stages.suites, finder.find_path, finder.report),
         **_find_data_files(settings.stages.prepare_data, finder),
         **{
             key: path

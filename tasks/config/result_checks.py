@@ -70,12 +70,15 @@ def _list_evaluation_consumers(stages: StagesSettings) -> Iterator[tuple[str, st
 
 
 def resolve_suite_paths(
-    suites: SuitesSettings | None, find_path: Callable[[str], Path | None]
+    suites: SuitesSettings | None,
+    find_path: Callable[[str], Path | None],
+    report: Callable[[Key, str], object],
 ) -> dict[Key, Any]:
-    """Return the suites' files and folders as absolute paths, by the keys that name them; missing ones are left out.
+    """Return the suites' files and folders as absolute paths, by the keys that name them.
 
     Args:
         find_path: finds a path of the config; None = it does not exist.
+        report: receives the key of a path that does not exist, and a message.
     """
     if suites is None:
         return {}
@@ -85,11 +88,15 @@ def resolve_suite_paths(
         path = find_path(name) if name is not None else None
         if path is not None:
             paths[*_SUITES_KEY, field] = str(path)
+        elif name is not None:
+            report((*_SUITES_KEY, field), f"{name} does not exist")
     resolved = []
     for suite in suites.tasks:
         prefix, _, rest = suite.partition(":")
         name, at, tasks = rest.rpartition("@")
         file = find_path(name) if prefix == "inspect" and at else None
+        if prefix == "inspect" and at and file is None:
+            report((*_SUITES_KEY, "tasks"), f"the file {name} does not exist")
         resolved.append(suite if file is None else f"inspect:{file}@{tasks}")
     if tuple(resolved) != suites.tasks:
         paths[*_SUITES_KEY, "tasks"] = tuple(resolved)
@@ -97,7 +104,7 @@ def resolve_suite_paths(
 
 
 def check_suites(settings: PipelineSettings, *, check_packages: bool) -> Iterator[StageFinding]:
-    """Yield problems of the suites: files, packages, and conditions of the gate on metrics that they cannot give.
+    """Yield problems of the suites: their packages, and conditions of the gate on metrics that they cannot give.
 
     Args:
         check_packages: False: the evaluators need not be installed.
@@ -117,8 +124,6 @@ def check_suites(settings: PipelineSettings, *, check_packages: bool) -> Iterato
         labels = [task.label for task in suites.list_tasks()]
     except SettingsError:  # a malformed suite, which is reported already
         return
-    for field, problem in suites.find_missing_paths():
-        yield build_stage_finding((*_SUITES_KEY, field), problem)
     for name in conditions:
         task, _, metric = name.rpartition("/")
         if task not in labels or not metric:

@@ -68,7 +68,7 @@ def test_suites_of_the_command_line_replace_those_of_a_configuration(model, tmp_
         (("--limit", "3"), SettingsError, "belong to --suite"),
         (("--suite", "gsm8k"), ConfigError, "stages.suites.tasks: 'gsm8k' names no evaluator"),
         (("--suite", "lm-eval:a", "--limit", "0"), ConfigError, "stages.suites.limit"),
-        (("--suite", "inspect:none.py@t"), ConfigError, "the file none.py of t does not exist"),
+        (("--suite", "inspect:none.py@t"), ConfigError, "the file none.py does not exist"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(model, words, error, message):

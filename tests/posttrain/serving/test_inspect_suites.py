@@ -78,5 +78,5 @@ def test_tasks_of_a_file(python, tmp_path, monkeypatch, capsys):
     assert len(lines) == 4 and all("completion" in line["sample"] for line in lines)
 
     for task, text in (("leaves", "exit code 0 before inspect/leaves"), ("empty", "is empty")):
-        assert main(["evaluate", str(model), "--suite", f"inspect:evals.py@{task}", *options]) == 1
+        assert main(["evaluate", str(model), "--suite", f"inspect:evals.py@{task}", *options]) == 2
         assert text in capsys.readouterr().err

@@ -8,7 +8,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError
 from rl_core.evaluators.text_scoring import (
-    ScoreRequest,
+    ContinuationRequest,
     TextRequest,
     TextScorer,
     split_into_windows,
@@ -71,7 +71,7 @@ def test_scores_are_those_of_a_pass_over_each_row_alone(kind):
         with torch.no_grad():
             best = [*best, int(scorer.model(input_ids=torch.tensor([best])).logits[0, -1].argmax())]
     pairs.append((contexts[1], best[len(contexts[1]) :]))
-    scores = scorer.score_continuations([ScoreRequest(*pair) for pair in pairs])
+    scores = scorer.score_continuations([ContinuationRequest(*pair) for pair in pairs])
     for score, pair in zip(scores, pairs, strict=True):
         logprob, is_greedy = score_alone(scorer, *pair)
         assert score.logprob == pytest.approx(logprob, rel=2e-5, abs=2e-5)
@@ -82,7 +82,7 @@ def test_scores_are_those_of_a_pass_over_each_row_alone(kind):
 def test_a_long_context_is_cut_on_the_left():
     scorer = build_scorer()
     context = [5 + n % 300 for n in range(100)]
-    (score,) = scorer.score_continuations([ScoreRequest(context, [7, 8])])
+    (score,) = scorer.score_continuations([ContinuationRequest(context, [7, 8])])
     assert score.logprob == pytest.approx(score_alone(scorer, context[-47:], [7, 8])[0], rel=1e-5)
     # 47 + 2 tokens: the last one is predicted and not read, so 48 are read
     assert score.logprob != pytest.approx(score_alone(scorer, context[-46:], [7, 8])[0], rel=1e-6)
@@ -91,7 +91,7 @@ def test_a_long_context_is_cut_on_the_left():
 def test_a_continuation_longer_than_the_context_counts_every_token():
     scorer = build_scorer()
     continuation = [5 + n * 7 % 300 for n in range(70)]
-    (score,) = scorer.score_continuations([ScoreRequest([9, 10], continuation)])
+    (score,) = scorer.score_continuations([ContinuationRequest([9, 10], continuation)])
     windows = list(split_into_windows(continuation, 10, 48))
     assert [len(part) for _, part in windows] == [48, 22]
     expected = sum(score_alone(scorer, *window)[0] for window in windows)
@@ -105,14 +105,14 @@ def test_a_continuation_longer_than_the_context_counts_every_token():
 @pytest.mark.parametrize(
     ("request_", "text"),
     [
-        (ScoreRequest([], [5]), "context without tokens"),
-        (ScoreRequest([5], []), "continuation without tokens"),
-        (ScoreRequest([5], [400]), "token 400; valid ones are below 400"),
+        (ContinuationRequest([], [5]), "context without tokens"),
+        (ContinuationRequest([5], []), "continuation without tokens"),
+        (ContinuationRequest([5], [400]), "token 400; valid ones are below 400"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(request_, text):
     with pytest.raises(DataError, match=text):
-        build_scorer().score_continuations([ScoreRequest([5], [6]), request_])
+        build_scorer().score_continuations([ContinuationRequest([5], [6]), request_])
 
 
 def generate_alone(scorer, prompt, tokens):

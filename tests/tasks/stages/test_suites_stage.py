@@ -127,9 +127,9 @@ def test_what_cannot_run_is_refused_before_the_training(tmp_path, monkeypatch):
         return str(refused.value)
 
     assert "stages.suites.tasks: names no suite" in build(suites={})
-    assert "the file no.py of t does not exist" in build(suites={"tasks": ["inspect:no.py@t"]})
+    assert "the file no.py does not exist" in build(suites={"tasks": ["inspect:no.py@t"]})
     text = build(suites={"tasks": ["lm-eval:t"], "include_path": "nowhere"})
-    assert "stages.suites.include_path: nowhere is no folder" in text
+    assert "stages.suites.include_path: nowhere does not exist" in text
     metrics = {"lm_eval/gsm9k/acc": {"min": 0.1}}
     text = build(suites={"tasks": ["lm-eval:gsm8k"]}, promote={"metrics": metrics})
     assert "names no task of stages.suites; write TASK/METRIC: did you mean 'lm_eval/gsm8k'" in text
