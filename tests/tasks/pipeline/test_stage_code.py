@@ -218,7 +218,7 @@ def test_the_sources_contain_every_module_that_a_run_imports(tmp_path):
     seen = 0
     for stage in stage_registry.list_stages():
         start = stage.task.partition(":")[0]
-        if start not in edges:
+        if start not in edges or stage.name == "suites":  # the promotion imports it, nothing runs it
             continue
         seen += 1
         reached, pending = set(), [start]
