@@ -42,7 +42,7 @@ test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest
 
 # Extras that install in 15 s and 250 MB; ray (500 MB) with EXTRAS=$(EXTRAS),ray
-EXTRAS ?= gymnasium,sweep,tensorboard,datadog,quantize,data,mcp,math,reasoning-gym,monitor,wandb
+EXTRAS ?= gymnasium,sweep,tensorboard,datadog,quantize,data,mcp,math,reasoning-gym,monitor,wandb,evaluators
 test-extras: pyproject.toml constraints.txt  ## tests of code behind optional packages, in an environment of its own (weekly)
 	test -x $(EXTRAS_VENV)/bin/python || $(PYTHON) -m venv $(EXTRAS_VENV)
 	$(EXTRAS_VENV)/bin/python deployments/install.py --extras dev,$(EXTRAS)
@@ -66,7 +66,8 @@ sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments 
 		tests/posttrain/training_service/test_sdk_examples.py
 
 clients-test: $(STAMP)  ## OpenAI's clients and tools, unmodified, in environments of their own (.clients), against the chat server
-	POSTTRAIN_CLIENTS=$(CURDIR)/.clients $(BIN)/python -m pytest -s -m clients tests/posttrain/serving/test_clients.py
+	POSTTRAIN_CLIENTS=$(CURDIR)/.clients $(BIN)/python -m pytest -s -m clients tests/posttrain/serving/test_clients.py \
+		tests/posttrain/serving/test_inspect_suites.py
 
 vllm-test: $(STAMP)  ## the real vLLM, its CPU build (3.1 GB, 4 to 7 minutes) in a separate environment, with a pretrained model (30 minutes)
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)

@@ -138,6 +138,7 @@ def build_consolidation_settings(
         stages=StagesSettings(
             prepare_data=settings.stages.prepare_data,
             evaluate=settings.stages.evaluate,
+            suites=settings.stages.suites,
             promote=settings.stages.promote or PromotionSettings(),
             custom={
                 SNAPSHOT_STAGE: CustomStageSettings(

@@ -129,18 +129,35 @@ def evaluate_model(
 def evaluate_models(
     settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False
 ) -> PipelineResult:
-    """Evaluate several models on the config's held-out episodes.
+    """Evaluate several models on the config's held-out episodes, and its suites if it has any.
 
     Args:
         models: name -> folder, hub name or registered model.
     """
     stages = StagesSettings(
-        prepare_data=settings.stages.prepare_data, evaluate=resolve_evaluation_settings(settings)
+        prepare_data=settings.stages.prepare_data,
+        evaluate=resolve_evaluation_settings(settings),
+        suites=settings.stages.suites,
     )
     start = dataclasses.replace(settings.model, path=next(iter(models.values())))
     return run_pipeline(
         dataclasses.replace(settings, model=start, stages=stages), models=models, quiet=quiet
     )
+
+
+def run_suites(
+    settings: PipelineSettings, model: str, *, name: str = "base", quiet: bool = False
+) -> PipelineResult:
+    """Run the config's suites alone on one model.
+
+    Args:
+        model: folder, hub name or registered model.
+        name: the model's name in results and files.
+    """
+    start = dataclasses.replace(settings.model, path=model)
+    stages = StagesSettings(suites=settings.stages.suites)
+    only_suites = dataclasses.replace(settings, model=start, stages=stages)
+    return run_pipeline(only_suites, models={name: model}, quiet=quiet)
 
 
 def analyze_models(

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Product = Literal["data", "policy", "reward_model", "network", "evaluation", "proof", "decision"]
+Product = Literal[
+    "data", "policy", "reward_model", "network", "evaluation", "suites", "proof", "decision"
+]
 
 # base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
-# models (the policies by stage name), evaluation, challenger (the newest trained policy's result), proof (of their
-# export), decision (the promotion's result).
+# models (the policies by stage name), evaluation, suites (results of other evaluators), challenger (the newest trained
+# policy's result), proof (of their export), decision (the promotion's result).
 STAGE_INPUTS = (
     "base",
     "model",
@@ -27,6 +29,7 @@ STAGE_INPUTS = (
     "reward_model",
     "models",
     "evaluation",
+    "suites",
     "challenger",
     "proof",
     "decision",
@@ -154,9 +157,15 @@ _STAGES: tuple[PipelineStage, ...] = (
         gives="evaluation",
     ),
     PipelineStage(
+        name="suites",
+        task="tasks.stages.suites:run_model_suites",
+        takes=("models",),
+        gives="suites",
+    ),
+    PipelineStage(
         name="analyze",
         task="tasks.stages.analyze:analyze_trajectories",
-        takes=("evaluation", "models", "data", "reward_model"),
+        takes=("evaluation", "models", "data", "reward_model", "suites"),
         needs=("evaluation",),
     ),
     PipelineStage(
@@ -169,7 +178,7 @@ _STAGES: tuple[PipelineStage, ...] = (
     PipelineStage(
         name="promote",
         task="tasks.stages.promote:promote_challenger",
-        takes=("evaluation", "challenger", "data", "proof"),
+        takes=("evaluation", "challenger", "data", "proof", "suites"),
         needs=("evaluation", "challenger", "proof"),
         gives="decision",
         uses_gpu=False,
@@ -227,7 +236,7 @@ def list_training_stages() -> tuple[str, ...]:
 
 def list_result_stages() -> tuple[str, ...]:
     """List the names of the stages whose results are for people: nothing is trained from them."""
-    results = (None, "evaluation", "proof", "decision")
+    results = (None, "evaluation", "suites", "proof", "decision")
     return tuple(stage.name for stage in _STAGES if stage.gives in results)
 
 

@@ -21,7 +21,15 @@ from helpers.import_graph import (
 )
 
 PACKAGES = ("rl_core", "tasks", "flows", "posttrain")
-OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers", "ray", "llguidance")  # extras
+OPTIONAL = (  # extras
+    "gymnasium",
+    "reasoning_gym",
+    "verifiers",
+    "ray",
+    "llguidance",
+    "lm_eval",
+    "inspect_ai",
+)
 FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows", "posttrain")
 
 # Rooms of each floor, the lowest first: a room imports rooms of its level or below, never one above it.
@@ -36,7 +44,7 @@ LEVELS = {
         {"evaluation", "probe", "readers", "rollout_workers"},
         {"training"},
         {"trainers", "thoughts", "networks"},
-        {"api", "online", "resources", "service"},
+        {"api", "online", "resources", "service", "evaluators"},
         {""},  # names of the public API, imported at their first use
     ],
     "tasks": [

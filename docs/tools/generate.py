@@ -84,7 +84,7 @@ Look up every key of a pipeline's YAML file, one page for each kind of stage. To
 | [Policy optimisation](policy.md) | `stages.policy` with critic, rollouts, curriculum and rollback |
 | [Rewards](rewards.md) | `reward_options` of the policy stage and of online learning |
 | [Thoughts and networks](thoughts.md) | `stages.thoughts`, `stages.network` |
-| [Evaluation and promotion](evaluation.md) | `stages.evaluate`, `analyze`, `export`, `promote`, `gguf`, `custom` |
+| [Evaluation and promotion](evaluation.md) | `stages.evaluate`, `suites`, `analyze`, `export`, `promote`, `gguf`, `custom` |
 | [Online learning](online.md) | `online`, and the fields of its logs |
 | [Servers](services.md) | `serving`; `prefer` (the page of `posttrain label`) |
 
@@ -170,6 +170,7 @@ Look up every key of a pipeline's YAML file, one page for each kind of stage. To
         "Keys of the stages after training, and of [custom stages](../bring-your-own.md#stage).\n",
         (
             "stages.evaluate",
+            "stages.suites",
             "stages.analyze",
             "stages.export",
             "stages.promote",

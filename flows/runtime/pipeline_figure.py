@@ -181,6 +181,8 @@ def _compute_box_positions(present: Collection[str]) -> dict[str, tuple[float, f
         column = max(column, positions["reward_model"][0] + 1.0)
     if "evaluate" in present:
         positions["evaluate"], column = (column, 0.5), column + 1.0
+    if "suites" in present:  # below the evaluation
+        positions["suites"] = (column - 1.0 if "evaluate" in present else column, -0.5)
     if "analyze" in present:
         positions["analyze"] = (column, 1.0)
     if "export" in present:
@@ -211,7 +213,9 @@ def _list_arrows(
     arrows += [("reward_model", user), ("evaluate", "analyze"), ("evaluate", "export")]
     arrows.append(("export" if "export" in present else "evaluate", "promote"))
     arrows += [(name, "gguf") for name in (["promote"] if "promote" in present else trunk[-1:])]
-    arrows += [(name, "evaluate") for name in trunk[-1:] or ["prepare_data"]]
+    for judge in ("evaluate", "suites"):
+        arrows += [(name, judge) for name in trunk[-1:] or ["prepare_data"]]
+    arrows.append(("suites", "promote"))
     return [arrow for arrow in arrows if set(arrow) <= set(present)]
 
 

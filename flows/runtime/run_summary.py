@@ -76,6 +76,8 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
             row |= {
                 key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY_KEYS.items()
             }
+        if name == "suites":
+            row["suites"] = result.summary["models"]
         if name == "policy" and pipeline_run.settings.stages.policy is not None:
             row["uses_reward_model"] = "learned" in pipeline_run.settings.stages.policy.rewards
         if name == "evaluate":
@@ -132,6 +134,14 @@ def _format_row_label(row: Mapping[str, Any]) -> str:
     return f"{stage} {row['model']}" if row.get("model") else stage
 
 
+def _list_suite_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """List the metrics of suites: names of the models, and a row for each metric with its value in every model."""
+    from rl_core.evaluators.results import list_metric_rows  # imports numpy
+
+    models: Mapping[str, Any] = next((row["suites"] for row in rows if row.get("suites")), {})
+    return list_metric_rows(models) if models else ([], [])
+
+
 def format_result_table(
     rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping[str, Any], width: int | None
 ) -> str:
@@ -159,6 +169,15 @@ def format_result_table(
     columns = width or detect_terminal_columns() or UNLIMITED_COLUMNS
     console = Console(file=io.StringIO(), width=columns, force_terminal=False, markup=False)
     console.print(table)
+    models, metrics = _list_suite_rows(rows)
+    if metrics:
+        suites = Table(title=None, pad_edge=False)
+        suites.add_column("metric (95% interval)")
+        for model in models:
+            suites.add_column(model, justify="right")
+        for cells in metrics:
+            suites.add_row(*cells)
+        console.print(suites)
     for row in rows:
         if row["note"]:
             note = f"{str(row['stage']).replace('_', ' ')}: {row['note']}"
@@ -216,6 +235,8 @@ def collect_parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
             metrics["reward_model/accuracy"] = row["accuracy"]
         if not row["cached"] and not row.get("is_model"):
             seconds[f"seconds/{row['stage']}"] = float(row["seconds"])
+        if row.get("suites"):
+            metrics |= pipeline_run.results["suites"].summary["metrics"]
     return (
         metrics
         | {"pipeline/seconds": pipeline_run.seconds}
@@ -279,6 +300,11 @@ def describe_run(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -
         lines.append(
             f"| {label} | {_format_rate(row)} |{gain} {reward} | {_format_seconds(row)} | {note} |"
         )
+    models, metrics = _list_suite_rows(rows)
+    if metrics:
+        head = " | ".join(["metric (95% interval)", *models])
+        lines += ["", f"| {head} |", "|---|" + "---|" * len(models)]
+        lines += [f"| {' | '.join(cells)} |" for cells in metrics]
     return "\n".join(lines)
 
 

@@ -25,7 +25,13 @@ from tasks.tracking import read_metrics
 
 logger = logging.getLogger(__name__)
 
-SKIPPED_STAGES = ("analyze", "export", "promote", "gguf")  # only the winner's run has them
+SKIPPED_STAGES = (
+    "suites",
+    "analyze",
+    "export",
+    "promote",
+    "gguf",
+)  # only the winner's run has them
 _TRAINING_METRICS = {
     "success": ("eval/success_rate", "train/success_rate"),
     "reward": ("eval/reward_mean", "reward/mean"),

@@ -24,6 +24,7 @@ from rl_core.analysis.report_html import (
     render_page,
     render_section,
     render_table,
+    render_text_table,
 )
 from rl_core.analysis.results import AnalysisData, EpisodeCase, ModelResult
 from rl_core.analysis.statistics import Rate
@@ -40,11 +41,9 @@ def find_main_comparison(analysis: AnalysisData) -> ModelComparison | None:
 
 
 def _render_difference_header(pair: ModelComparison | None) -> list[str]:
-    return (
-        [f"{escape_text(pair.second)} &minus; {escape_text(pair.first)}"]
-        if pair is not None
-        else []
-    )
+    if pair is None:
+        return []
+    return [f"{escape_text(pair.second)} &minus; {escape_text(pair.first)}"]
 
 
 def render_overview_table(analysis: AnalysisData) -> str:
@@ -507,6 +506,7 @@ def render_report(
             render_regressions(analysis.comparisons, pair, was_lost, controls),
         ),
         "overview": ("All measures", render_overview_table(analysis)),
+        "suites": ("Other evaluators", render_text_table(analysis.suites)),
         "comparison": ("Paired comparison", render_comparisons_table(analysis.comparisons, names)),
         "environments": (
             "Success by environment",

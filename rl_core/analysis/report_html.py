@@ -137,6 +137,12 @@ def escape_text(value: object, limit: int = MAX_TEXT_CHARACTERS) -> str:
     )
 
 
+def render_text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Render a table of texts, the first row as its head; "" without rows."""
+    escaped = [[escape_text(cell) for cell in row] for row in rows]
+    return render_table(escaped[0], escaped[1:]) if len(escaped) > 1 else ""
+
+
 def render_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1
 ) -> str:

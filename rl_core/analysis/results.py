@@ -272,6 +272,8 @@ class AnalysisData:
     cases: list[EpisodeCase] = field(default_factory=list)
     probes: ProbeResults = field(default_factory=ProbeResults)
     notes: list[str] = field(default_factory=list)
+    # metrics of other evaluators as text: a head, then a row for each metric
+    suites: list[list[str]] = field(default_factory=list)
 
 
 def collect_analysis_metrics(analysis: AnalysisData, prefix: str = "analysis") -> dict[str, float]:

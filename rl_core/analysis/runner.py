@@ -99,6 +99,7 @@ def analyze(
     image_of: EpisodeImageRenderer | None = None,
     image_tools: Collection[str] | None = None,
     curriculum: Sequence[str] = (),
+    suites: Sequence[Sequence[str]] = (),
     title: str = "Trajectory analysis",
     seed: int = 0,
 ) -> AnalysisResult:
@@ -110,6 +111,7 @@ def analyze(
         training: name -> metrics.jsonl of a training stage, for the curves.
         probes: measurements made with the models; see `rl_core.probe`.
         curriculum: names of the stages of the policy's curriculum.
+        suites: table of metrics of other evaluators, its first row the head.
         image_of: renders an episode's hidden image for the report. image_tools: tools that reveal it; None = all.
     Raises: DataError for unreadable files (file, line, reason), and for models without common episodes; SettingsError
         for a measure that cannot be imported.
@@ -139,9 +141,9 @@ def analyze(
     probes = probes or ProbeResults()
     for result in results:
         result.probe = probes.models.get(result.name)
-    analysis = AnalysisData(
-        results, comparisons, cases, probes, [*_build_notes(comparisons, curves), *probes.notes]
-    )
+    notes = [*_build_notes(comparisons, curves), *probes.notes]
+    table = [list(row) for row in suites]
+    analysis = AnalysisData(results, comparisons, cases, probes, notes, table)
     for note in analysis.notes:
         logger.warning("%s", note)
     make_folder(out)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rl_core.errors import BackendError, SettingsError, Stopped
@@ -114,14 +114,18 @@ class ManagedServer:
         *,
         timeout_s: float,
         stop_event: threading.Event | None = None,
+        timeout_setting: str = "rollouts.server.start_timeout_s",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Store the settings; start nothing.
 
         Args:
             log: of the server's output; appended to.
-            timeout_s: of a start.
+            timeout_s: of a start; `timeout_setting` names it in the message.
             stop_event: ends the wait for a start.
+            variables: environment variables in addition to this process's.
         """
+        self._timeout_setting, self._variables = timeout_setting, variables
         self.address, self.log = f"{HOST}:{port}", log
         self._command, self._timeout_s, self._stop_event = list(command), timeout_s, stop_event
         self._process: subprocess.Popen[bytes] | None = None
@@ -135,7 +139,8 @@ class ManagedServer:
         began = time.monotonic()
         self._log_start = self.log.stat().st_size if self.log.is_file() else 0
         try:
-            self._process = spawn_server(self._command, None, None, self.log)
+            environment = {**os.environ, **self._variables} if self._variables else None
+            self._process = spawn_server(self._command, environment, None, self.log)
         except OSError as error:
             raise BackendError(f"the inference server cannot be started: {error}") from error
         try:
@@ -182,7 +187,7 @@ class ManagedServer:
             )
         if seconds > self._timeout_s:
             raise BackendError(
-                f"the inference server did not answer within {self._timeout_s:g} s (rollouts.server.start_timeout_s); "
+                f"the inference server did not answer within {self._timeout_s:g} s ({self._timeout_setting}); "
                 f"last line of {self.log}: {self.read_error()}"
             )
 

@@ -80,6 +80,7 @@ from rl_core.settings.services import (
     ServiceWorkerSettings,
     ServingSettings,
 )
+from rl_core.settings.suites import MetricCondition, SuitesSettings
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LaunchSettings,
@@ -118,6 +119,7 @@ __all__ = [
     "LoraSettings",
     "MathSettings",
     "MixedEnvironmentSettings",
+    "MetricCondition",
     "ModelSettings",
     "NetworkSettings",
     "NumericsGateSettings",
@@ -154,6 +156,7 @@ __all__ = [
     "ServiceWorkerSettings",
     "ServingSettings",
     "Settings",
+    "SuitesSettings",
     "TeacherSettings",
     "ThoughtsSettings",
     "TurnCreditSettings",

@@ -43,18 +43,21 @@ from tasks.config.policy_checks import (
     list_watched_metrics,
 )
 from tasks.config.problems import ConfigProblem, Key, keys_overlap
-from tasks.config.settings import PipelineSettings, StagesSettings
+from tasks.config.result_checks import (
+    MODEL_PATH_KEY,
+    StageFinding,
+    build_stage_finding,
+    check_result_stages,
+    check_suites,
+)
+from tasks.config.settings import PipelineSettings
 from tasks.config.user_code import check_user_code
 from tasks.stage_registry import list_policy_stages, list_stage_names
 
 if TYPE_CHECKING:
     from rl_core.environments import Environment
 
-# a problem, and the other keys that it depends on
-StageFinding = tuple[ConfigProblem, tuple[Key, ...]]
-
 NETWORK_KEY: Key = ("stages", "network")
-_MODEL_PATH_KEY: Key = ("model", "path")
 _PREPARE_DATA_KEY: Key = ("stages", "prepare_data")
 
 
@@ -66,11 +69,7 @@ def check_stage_inputs(settings: PipelineSettings) -> Iterator[StageFinding]:
         block and name not in list_stage_names() for name, block in settings.stages.custom.items()
     )
     yield from _check_training_inputs(settings)
-    yield from _check_result_stages(settings, trained=trained)
-
-
-def _build_stage_finding(key: Key, text: str, *about: Key) -> StageFinding:
-    return ConfigProblem(key, text), about
+    yield from check_result_stages(settings, trained=trained)
 
 
 def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]:
@@ -79,9 +78,9 @@ def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]
     has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
     if stages.sft is not None and stages.prepare_data is None and path is not None:
         text = "trains on the data of stages.prepare_data; add `prepare_data: {}`"
-        yield _build_stage_finding(("stages", "sft"), text, _MODEL_PATH_KEY, _PREPARE_DATA_KEY)
+        yield build_stage_finding(("stages", "sft"), text, MODEL_PATH_KEY, _PREPARE_DATA_KEY)
     if stages.reward_model is not None and stages.reward_model.loss == "mse" and not has_pairs:
-        yield _build_stage_finding(
+        yield build_stage_finding(
             ("stages", "reward_model", "loss"),
             "mse needs scored answers; name a file of rows with prompt, completion and score in "
             "stages.prepare_data.preferences, or use bradley_terry",
@@ -89,7 +88,7 @@ def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]
         )
     distill = stages.distill
     if distill is not None and distill.teacher.model is None and distill.self_teacher is None:
-        yield _build_stage_finding(
+        yield build_stage_finding(
             ("stages", "distill", "teacher", "model"),
             "no teacher is named; set a model folder, a hub name or models:/NAME@ALIAS, or together with url the "
             "server's name for it; or set self_teacher",
@@ -97,51 +96,14 @@ def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]
     for name in ("preference", "reward_model"):
         if getattr(stages, name) is None or has_pairs or stages.sft is not None or path is not None:
             continue
-        yield _build_stage_finding(
+        yield build_stage_finding(
             ("stages", name),
             "has no pairs to learn from; set stages.prepare_data.preferences to a file of pairs, or provide a policy "
             "whose scored rollouts form pairs (stages.sft or model.path)",
-            _MODEL_PATH_KEY,
+            MODEL_PATH_KEY,
             ("stages", "sft"),
             _PREPARE_DATA_KEY,
         )
-
-
-def _check_result_stages(settings: PipelineSettings, *, trained: bool) -> Iterator[StageFinding]:
-    """Check the episodes and models of the stages that judge.
-
-    Args:
-        trained: a stage trains a policy.
-    """
-    stages = settings.stages
-    policies = [("stages", name) for name in list_policy_stages()]
-    any_policy = f"{', '.join(list_policy_stages()[:-1])} or {list_policy_stages()[-1]}"
-    if stages.evaluate is not None and not trained and settings.model.path is None:
-        text = f"has no policy to evaluate; add stages.{any_policy}, or set model.path"
-        yield _build_stage_finding(("stages", "evaluate"), text, _MODEL_PATH_KEY, *policies)
-    if stages.gguf is not None and not trained:
-        text = f"has no new model to write; add stages.{any_policy}, or use `posttrain export`"
-        yield _build_stage_finding(("stages", "gguf"), text, *policies)
-    for name, needed, purpose in _list_evaluation_consumers(stages):
-        if stages.evaluate is None:
-            text = f"needs {needed} of stages.evaluate; add `evaluate: {{}}`"
-            yield _build_stage_finding(("stages", name), text, ("stages", "evaluate"))
-        if purpose and not trained:
-            yield _build_stage_finding(
-                ("stages", name),
-                f"has no new model to {purpose}; add stages.{any_policy}",
-                *policies,
-            )
-
-
-def _list_evaluation_consumers(stages: StagesSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield (stage, its need from the evaluation, its purpose for a new model) of the stages after the evaluation."""
-    if stages.analyze is not None:
-        yield "analyze", "the episodes", ""
-    if stages.export is not None and stages.promote is None:  # promote reports it otherwise
-        yield "export", "the log-probs", "prove"
-    if stages.promote is not None:
-        yield "promote", "the result", "promote"
 
 
 def check_network_environment(
@@ -215,6 +177,10 @@ def check_combinations(
         *(_check_quantization(settings) if check_servers else ()),
         *(_Finding(problem, about) for problem, about in check_stage_inputs(settings)),
         *_check_gguf_stage(settings, check_package=check_servers),
+        *(
+            _Finding(problem, about)
+            for problem, about in check_suites(settings, check_packages=check_servers)
+        ),
         *_check_sampling(settings),
         *_check_training_loops(settings),
         *_check_sinks(settings),
@@ -326,7 +292,7 @@ def _check_gguf_stage(settings: PipelineSettings, *, check_package: bool) -> Ite
         yield _build_finding(("stages", "gguf"), text)
     problem = find_unwritable_model(settings.model)
     if problem is not None:
-        yield _build_finding(("stages", "gguf"), problem, _MODEL_PATH_KEY)
+        yield _build_finding(("stages", "gguf"), problem, MODEL_PATH_KEY)
 
 
 def _list_sampling_settings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:

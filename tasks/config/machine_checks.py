@@ -32,6 +32,7 @@ from rl_core.settings.common import PRESETS
 from rl_core.user_code.load import is_import_path
 from tasks import stage_registry
 from tasks.config.problems import ConfigProblem, Key, join_key
+from tasks.config.result_checks import resolve_suite_paths
 from tasks.config.settings import PipelineSettings
 
 AGENT_ENVIRONMENTS = ("agent", "harbor")  # an agent asks the policy
@@ -70,7 +71,7 @@ _ATTENTION_NAMES = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 def resolve_files(
     settings: PipelineSettings, folder: Path
-) -> tuple[dict[Key, str], list[ConfigProblem]]:
+) -> tuple[dict[Key, Any], list[ConfigProblem]]:
     """Find the files that the settings name and check what the settings need from this machine.
 
     A relative path is looked up from the current folder, then from `folder`, which contains the config file.
@@ -78,7 +79,8 @@ def resolve_files(
     """
     problems: list[ConfigProblem] = []
     finder = _FileFinder(folder, problems)
-    paths = {
+    paths: dict[Key, Any] = {
+        **resolve_suite_paths(settings.stages.suites, finder.find_path, finder.report),
         **_find_data_files(settings.stages.prepare_data, finder),
         **{
             key: path
@@ -93,8 +95,7 @@ def resolve_files(
     for key, name in models.items():
         if name is not None:
             paths[key] = _find_model_folder(name, key, finder)
-    template = _find_template_file(settings.model, finder)
-    if template is not None:
+    if (template := _find_template_file(settings.model, finder)) is not None:
         paths["model", "chat_template"] = template
     _check_output_folder(settings.output, settings.name, problems)
     _check_device(settings.model, problems)

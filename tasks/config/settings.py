@@ -22,6 +22,7 @@ from rl_core.settings import (
     EvaluationSettings,
     ExportSettings,
     GgufSettings,
+    MetricCondition,
     MixedEnvironmentSettings,
     ModelSettings,
     NetworkSettings,
@@ -33,6 +34,7 @@ from rl_core.settings import (
     ServingSettings,
     Settings,
     SFTSettings,
+    SuitesSettings,
     ThoughtsSettings,
     setting,
 )
@@ -159,6 +161,11 @@ class PromotionSettings(Settings):
         doc="for several environments: each must show, by interval and test, that it lost less than this (0.05 = 5 "
         "points); unset: only the total decides",
     )
+    metrics: dict[str, MetricCondition] = setting(
+        {},
+        doc="further conditions, by the name of a metric of stages.suites: lm_eval/TASK/METRIC, "
+        "inspect/TASK/SCORER.METRIC",
+    )
     approve: Literal["auto", "manual"] = setting(
         "auto", doc="manual: a model that passes the gate waits for a person's approval"
     )
@@ -232,6 +239,9 @@ class StagesSettings(Settings):
     )
     evaluate: EvaluationSettings | None = setting(
         None, doc="held-out episodes, for every model of the run"
+    )
+    suites: SuitesSettings | None = setting(
+        None, doc="tasks of lm-eval and inspect-ai, for every model of the run"
     )
     analyze: AnalysisSettings | None = setting(None, doc="analysis of the evaluated trajectories")
     export: ExportSettings | None = setting(

@@ -268,7 +268,11 @@ def build_check_settings(
     return dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, path=champion.reference),
-        stages=StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation),
+        stages=StagesSettings(
+            prepare_data=settings.stages.prepare_data,
+            evaluate=evaluation,
+            suites=settings.stages.suites,
+        ),
     )
 
 

@@ -128,6 +128,10 @@ class _StageOutputs:
         return self.results.get("evaluation")
 
     @property
+    def suites(self) -> StageResult | None:
+        return self.results.get("suites")
+
+    @property
     def proof(self) -> StageResult | None:
         return self.results.get("proof")
 

@@ -319,7 +319,7 @@ def _read_newest_finished(final: Path, fingerprint: Mapping[str, Any]) -> dict[s
 
 def list_side_models(fingerprint: Mapping[str, Any]) -> set[str]:
     """List the models of an evaluation that plays no trained model, such as the start model; empty for other stages."""
-    if fingerprint.get("stage") != "evaluate":
+    if fingerprint.get("stage") not in ("evaluate", "suites"):
         return set()
     inputs = fingerprint.get("inputs") or {}
     models = {name.removeprefix("model.") for name in inputs if name.startswith("model.")}

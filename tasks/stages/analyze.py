@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rl_core.analysis import AnalysisResult, analyze
 from rl_core.environments.environment import Environment
 from rl_core.environments.pixel_grid_questions import encode_png
 from rl_core.errors import DataError, PosttrainError
+from rl_core.evaluators.results import list_metric_rows
 from rl_core.settings import AnalysisSettings
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage import StageContext, run_stage
@@ -27,6 +29,7 @@ def analyze_trajectories(
     models: Mapping[str, StageResult | Path | str],
     data: StageResult | None,
     reward: StageResult | None = None,
+    suites: StageResult | None = None,
 ) -> StageResult:
     """Run the stage.
 
@@ -34,6 +37,7 @@ def analyze_trajectories(
         evaluation: result of the stage `evaluate`.
         models: the policies that it evaluated.
         reward: result of the stage `reward_model`.
+        suites: result of the stage `suites`.
     """
     inputs: dict[str, StageResult | Path | str] = {"evaluation": evaluation}
     inputs |= {f"model.{name}": model for name, model in models.items()}
@@ -41,6 +45,8 @@ def analyze_trajectories(
         inputs["data"] = data
     if reward is not None:
         inputs["reward_model"] = reward
+    if suites is not None:
+        inputs["suites"] = suites
     settings = pipeline_run.settings.stages.analyze or AnalysisSettings()
     return run_stage(pipeline_run, "analyze", _run_analysis, settings=settings, inputs=inputs)
 
@@ -87,6 +93,7 @@ def _run_analysis(context: StageContext) -> dict[str, Any]:
         image_of=build_image_function(environment),
         image_tools=list_image_tools(environment),
         curriculum=[stage.name for stage in policy.curriculum] if policy is not None else [],
+        suites=_read_suite_table(context),
     )
     context.tracker.progress(2, 2)
     log_analysis(context.tracker, result)
@@ -102,6 +109,15 @@ def _run_analysis(context: StageContext) -> dict[str, Any]:
         "note": note,
         "metrics": result.metrics,
     }
+
+
+def _read_suite_table(context: StageContext) -> list[list[str]]:
+    """Read the metrics of suites as a table; [] without the stage."""
+    if "suites" not in context.inputs:
+        return []
+    summary = json.loads((Path(context.inputs["suites"]) / "summary.json").read_text())
+    models, rows = list_metric_rows(summary["models"])
+    return [["Metric (95% interval)", *models], *rows]
 
 
 def describe_text_changes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import PosttrainError
+from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
 from rl_core.storage.atomic_files import write_json_atomic
@@ -35,11 +36,16 @@ from tasks.stage_registry import START_MODEL
 from tasks.stages.evaluate import evaluate_models, read_evaluation
 from tasks.stages.export import verify_proof
 from tasks.stages.promotion_gate import (
+    MetricCheck,
+    check_suite_metrics,
     choose_episode_draw,
+    compute_attempt_level,
     decide_promotion,
     explain_too_few_episodes,
+    refuse_unknown_metrics,
 )
 from tasks.stages.promotion_review import ComparedModel, write_report, write_review
+from tasks.stages.suites import load_suite_metrics, run_model_suites
 from tasks.tracking import ModelVersion, Tracking, VersionByContent
 
 logger = logging.getLogger(__name__)
@@ -57,6 +63,7 @@ class Opponent:
     evaluation: StageResult  # including the challenger's episodes, unless draw is 0
     comparison: str  # ID of the comparison of these two models
     draw: int  # number of the draw of held-out episodes
+    suites: StageResult | None = None  # with its metrics, if a condition compares them
 
     @property
     def version(self) -> int:
@@ -74,6 +81,7 @@ def promote_challenger(
     challenger: StageResult,
     data: StageResult | None,
     proof: StageResult,
+    suites: StageResult | None = None,
 ) -> StageResult:
     """Run the stage.
 
@@ -83,14 +91,15 @@ def promote_challenger(
     Args:
         evaluation: contains the challenger's episodes under the name of its stage.
         proof: contains the challenger's proof of export.
+        suites: contains the challenger's metrics of other evaluators.
     Raises: ChampionChanged if that keeps happening; ExportMismatch for a model without a proof of export.
     """
     for _ in range(MAX_COMPARISONS - 1):
         try:
-            return _run_promotion(pipeline_run, evaluation, challenger, data, proof)
+            return _run_promotion(pipeline_run, evaluation, challenger, data, proof, suites)
         except ChampionChanged as changed:
             logger.warning("promotion: %s; comparing with it", changed)
-    return _run_promotion(pipeline_run, evaluation, challenger, data, proof)
+    return _run_promotion(pipeline_run, evaluation, challenger, data, proof, suites)
 
 
 def _run_promotion(
@@ -99,6 +108,7 @@ def _run_promotion(
     challenger: StageResult,
     data: StageResult | None,
     proof: StageResult,
+    suites: StageResult | None,
 ) -> StageResult:
     proof_tags = verify_proof(proof, challenger.stage, challenger.model)
     settings = pipeline_run.settings.stages.promote or PromotionSettings()
@@ -106,6 +116,8 @@ def _run_promotion(
     expire_requests(pipeline_run.tracking, registered)
     champion = pipeline_run.tracking.find_champion(registered)
     inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger, "proof": proof}
+    if settings.metrics:
+        inputs["suites"] = _require_suites(settings, suites, challenger.stage)
     opponent: Opponent | None = None
     challenger_digest = digest_folder(challenger.model)
     promoted_before = None  # the champion, if it is the challenger itself
@@ -139,14 +151,19 @@ def _run_promotion(
             settings=draw.settings,
         )
         inputs["champion"] = champion_evaluation
-        opponent = Opponent(champion, champion_evaluation, comparison, draw.number)
+        champion_suites: StageResult | None = None
+        if any(condition.max_loss is not None for condition in settings.metrics.values()):
+            champion_suites = inputs["champion_suites"] = run_model_suites(
+                pipeline_run, {"champion": folder}, label="suites champion"
+            )
+        opponent = Opponent(champion, champion_evaluation, comparison, draw.number, champion_suites)
     if promoted_before is not None and not has_begun(
         pipeline_run, "promote", settings=settings, inputs=inputs
     ):
         return _build_already_champion_result(pipeline_run, challenger, promoted_before)
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _run_gate(context, challenger, opponent, proof_tags)
+        return _run_gate(context, challenger, opponent, proof_tags, suites)
 
     result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
     return _attach_approval_request(pipeline_run, result, champion.version if champion else None)
@@ -237,6 +254,7 @@ def _run_gate(
     challenger: StageResult,
     opponent: Opponent | None,
     proof_tags: dict[str, str],
+    suites: StageResult | None = None,
 ) -> dict[str, Any]:
     settings: PromotionSettings = context.settings
     pipeline_run = context.pipeline_run
@@ -264,6 +282,10 @@ def _run_gate(
         context.pipeline.seed,
         attempt.number or 1 if attempt else 1,
     )
+    check = _check_suites(context, challenger.stage, suites, opponent, numbers)
+    numbers |= check.numbers
+    promoted = promoted and check.passed
+    reason += f"; {check.text}" if check.text else ""
     start = _pair_with_start_model(context, new.label, challenger.stage)
     if start is not None:
         row = _read_evaluated_row(context, challenger.stage)
@@ -312,6 +334,37 @@ def _run_gate(
     _write_evidence(context, new, champion, start, verdict, attempt, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
+
+
+def _require_suites(
+    settings: PromotionSettings, suites: StageResult | None, name: str
+) -> StageResult:
+    """Return the suites that have every metric of the conditions. Raises: SettingsError if one is missing."""
+    if suites is None:
+        raise SettingsError(
+            "stages.promote.metrics: names metrics of suites, but the run has no stage suites; add stages.suites"
+        )
+    refuse_unknown_metrics(settings, load_suite_metrics(suites, name))
+    return suites
+
+
+def _check_suites(
+    context: StageContext,
+    name: str,
+    suites: StageResult | None,
+    opponent: Opponent | None,
+    numbers: Mapping[str, float],
+) -> MetricCheck:
+    """Check the conditions on metrics of suites, at the attempt's level among the gate's numbers."""
+    settings: PromotionSettings = context.settings
+    if not settings.metrics:
+        return MetricCheck(True, "", {})
+    champion = None
+    if opponent is not None and opponent.suites is not None:
+        champion = load_suite_metrics(opponent.suites, "champion")
+    challenger = load_suite_metrics(_require_suites(settings, suites, name), name)
+    level = numbers.get("alpha", compute_attempt_level(settings).level)
+    return check_suite_metrics(challenger, champion, settings, level, context.pipeline.seed)
 
 
 def _read_evaluated_row(context: StageContext, name: str) -> dict[str, Any]:

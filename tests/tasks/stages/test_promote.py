@@ -265,7 +265,7 @@ def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
         promote.promote_challenger("session", "evaluation", "challenger", None, "proof")
         == "promoted"
     )
-    assert met == [("session", "evaluation", "challenger", None, "proof")] * 3
+    assert met == [("session", "evaluation", "challenger", None, "proof", None)] * 3
 
 
 def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
