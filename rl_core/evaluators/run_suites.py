@@ -142,7 +142,7 @@ def find_evaluator_version(evaluator: Evaluator, settings: SuitesSettings) -> st
     if importlib.util.find_spec(package) is None:
         if evaluator == "lm_eval":
             raise SettingsError(
-                "stages.suites.tasks: lm-eval is not installed; pip install 'posttrain[evaluators]'"
+                "stages.suites.tasks: lm-eval is not installed; python -m posttrain.install --extras evaluators"
             )
         raise SettingsError(
             "stages.suites.tasks: inspect-ai is not installed; pip install inspect-ai openai, here or in an "
