@@ -1,6 +1,6 @@
 """PPO of networks against stable-baselines3's PPO with the same hyperparameters: learning curves, steps per second.
 
-    python -m posttrain.install --extras gymnasium stable-baselines3
+    python -m posttrain.install --extras gymnasium && pip install stable-baselines3
     python tests/benchmarks/compare_networks.py --output DIR [--seeds 5] [--steps 100000] [--environment CartPole-v1]
 
 For speed alone: `--steps 16384 --episodes 1`.
