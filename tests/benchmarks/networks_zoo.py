@@ -1,6 +1,6 @@
 """PPO of networks on five Gymnasium environments, five seeds each, beside the scores that rl-baselines3-zoo publishes.
 
-    python -m posttrain.install --extras gymnasium 'gymnasium[box2d]'
+    python -m posttrain.install --extras gymnasium && pip install 'gymnasium[box2d]'
     python tests/benchmarks/networks_zoo.py --output DIR [--only acrobot pendulum] [--seeds 5] [--episodes 100]
 
 Each run trains as its file in `configs/` says, keeps the best validated weights if the file sets `patience`, and then
