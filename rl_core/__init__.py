@@ -126,6 +126,7 @@ if TYPE_CHECKING:
         LoopSettings,
         LoraSettings,
         MathSettings,
+        MetricCondition,
         MixedEnvironmentSettings,
         ModelSettings,
         NetworkSettings,
@@ -163,6 +164,7 @@ if TYPE_CHECKING:
         ServingSettings,
         Settings,
         SFTSettings,
+        SuitesSettings,
         TeacherSettings,
         ThoughtsSettings,
         ToolUseSettings,
@@ -284,6 +286,7 @@ __all__ = [
     "TensorBoardTracker",
     "TerminalTracker",
     "TeacherSettings",
+    "SuitesSettings",
     "ThoughtsSettings",
     "Tool",
     "ToolCall",
@@ -335,6 +338,7 @@ __all__ = [
     "JudgeSettings",
     "KLBandSettings",
     "MathSettings",
+    "MetricCondition",
     "MixedEnvironmentSettings",
     "MixtureEnvironment",
     "MixturePart",
@@ -389,7 +393,7 @@ _PUBLIC_NAMES = {
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
         "FormatSettings GgufSettings "
         "JudgeSettings KLBandSettings LaunchSettings LearningRateControlSettings "
-        "LengthSettings LoopSettings LoraSettings MathSettings MixedEnvironmentSettings ModelSettings "
+        "LengthSettings LoopSettings LoraSettings MathSettings MetricCondition MixedEnvironmentSettings ModelSettings "
         "NetworkSettings NumericSettings "
         "NumericsGateSettings "
         "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
@@ -399,7 +403,7 @@ _PUBLIC_NAMES = {
         "OnlineAuditSettings OnlineBufferSettings OnlineDriftSettings OnlineGateSettings OnlineLabelSettings "
         "OnlineRolloutSettings OnlineServiceSettings OnlineSettings OnlineUpdateSettings VotingSettings "
         "ServiceEngineSettings ServiceServerSettings ServiceSettings ServiceWorkerSettings ServingSettings Settings "
-        "TeacherSettings ThoughtsSettings ToolUseSettings TurnCreditSettings"
+        "SuitesSettings TeacherSettings ThoughtsSettings ToolUseSettings TurnCreditSettings"
     ),
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",
     "rl_core.tracking": "MemoryTracker Tracker",

@@ -40,7 +40,7 @@ UNSAVED_TO_SAVE_RATIO = 50.0
 EPOCHS_FOLDER = "epochs"
 REPORTED_CHECKPOINT_BYTES = 500_000_000
 # Fields of the loop's progress that checkpoints of earlier releases lack.
-_LATER_FIELDS = {"unmoved_iterations", "initial_digest"}
+_LATER_FIELDS = {"unmoved_iterations", "initial_digest", "plateau_evaluations"}
 
 
 def collect_runtime_fingerprint(model: nn.Module) -> dict[str, Any]:

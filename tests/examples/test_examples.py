@@ -133,7 +133,7 @@ def test_the_notebook_of_grpo():
         "reward/mean",
         "policy/entropy",
     ]
-    assert len(names["samples"]) == 6 and set(names["samples"]["iteration"]) == {24}
+    assert len(names["samples"]) == 6 and set(names["samples"]["iteration"]) == {25}
     assert names["samples"]["prompt"].nunique() > 1  # the rows are spread over the iteration
 
 

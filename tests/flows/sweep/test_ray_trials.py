@@ -214,7 +214,7 @@ def test_versions_of_a_cluster_are_checked_but_not_those_of_this_machine(monkeyp
 def test_missing_ray_gives_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        SettingsError, match=r"--ray needs the package ray .*posttrain\[ray\].*or leave --ray out"
+        SettingsError, match=r"--ray needs the package ray .*--extras ray.*or leave --ray out"
     ):
         RayTrialPool("auto", 1, TrialResources())
 

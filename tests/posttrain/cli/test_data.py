@@ -102,7 +102,7 @@ def test_jaccard_similarity_by_hand(monkeypatch):
         with pytest.raises(SettingsError, match="above 0"):
             splits.find_near_duplicates([twelve], None, 1.5)
     monkeypatch.setattr(splits, "is_datasketch_available", lambda: False)
-    with pytest.raises(SettingsError, match=r"pip install 'posttrain\[data\]'"):
+    with pytest.raises(SettingsError, match=r"python -m posttrain.install --extras data"):
         splits.find_near_duplicates([TEXT], None, 0.5)
 
 

@@ -118,7 +118,10 @@ def test_a_store_of_another_shape_is_left_to_mlflow(tmp_path, monkeypatch):
     assert names == ["models:/demo@champion"]
 
 
-MINE = "name: mine\nmodel: {path: nobody/nothing-at-all}\nstages:\n  prepare_data: {}\n  sft: {}\n  evaluate: {}\n"
+MINE = (
+    "name: mine\nenvironment: {name: arithmetic}\nmodel: {path: nobody/nothing-at-all}\nstages:\n  prepare_data: {}\n"
+    "  sft: {}\n  evaluate: {}\n"
+)
 COMMANDS = {
     "run": ["run"],
     "stage": ["run", "--only", "sft"],

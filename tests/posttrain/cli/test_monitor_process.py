@@ -25,7 +25,7 @@ def test_nothing_is_started_without_the_option(tmp_path, monkeypatch):
 def test_missing_gradio_is_reported_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with (
-        pytest.raises(SettingsError, match=r"pip install 'posttrain\[monitor\]'"),
+        pytest.raises(SettingsError, match=r"python -m posttrain.install --extras monitor"),
         serve_monitor_page(tmp_path, True),
     ):
         raise AssertionError("the run began")

@@ -348,7 +348,8 @@ def test_other_databases_are_refused_without_showing_the_password(address):
 def test_a_missing_driver_names_the_extra(monkeypatch):
     monkeypatch.setattr(database.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        SettingsError, match=r"psycopg2 and asyncpg is not installed; pip install .*\[postgres\]"
+        SettingsError,
+        match=r"psycopg2 and asyncpg is not installed; python -m posttrain.install --extras postgres",
     ):
         database.prepare_databases("postgresql://me@db/team")
 

@@ -383,7 +383,7 @@ def test_impossible_runs_are_refused(monkeypatch):
         simulate({}, 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        SettingsError, match=r"needs the package simpy: pip install 'posttrain\[plan\]'"
+        SettingsError, match=r"needs the package simpy: python -m posttrain.install --extras plan"
     ):
         simulate({}, 1)
 

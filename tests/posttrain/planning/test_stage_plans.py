@@ -559,7 +559,10 @@ def test_the_command_for_programs(folder, capsys):
         (["--gpus", "H100", "--set", "stages.sft.epochs=-1"], "stages.sft.epochs: found -1"),
         (["--gpus", "H100", "--set", "model.path=empty"], "contains no config.json"),
         (
-            ["--gpus", "H100", "--set", "model.path=models:/mine@champion"],
+            [
+                *["--gpus", "H100", "--set", "environment.name=arithmetic"],
+                *["--set", "model.path=models:/mine@champion"],
+            ],
             "model.path: .* is in the registry",
         ),
         (["--simulate", "--gpus", "8xH100"], "--simulate takes --gpus N"),

@@ -126,5 +126,7 @@ def test_mistakes_are_named(name, options, part):
 )
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, name, options, extra):
     hide_package(monkeypatch, name)
-    with pytest.raises(SettingsError, match=rf"not installed; pip install 'posttrain\[{extra}\]'"):
+    with pytest.raises(
+        SettingsError, match=rf"not installed; python -m posttrain.install --extras {extra}"
+    ):
         make_environment(name, options)

@@ -327,6 +327,6 @@ def test_mcp_servers_without_the_package_are_refused_at_their_option(monkeypatch
     hide_package(monkeypatch, "mcp")
     with pytest.raises(
         SettingsError,
-        match=r"^options\.mcp: needs the package 'mcp', .* pip install 'posttrain\[mcp\]'",
+        match=r"^options\.mcp: needs the package 'mcp', .* python -m posttrain.install --extras mcp",
     ):
         Prompts([{"prompt": "a"}], mcp={"shop": {"command": ["python", "server.py"]}})

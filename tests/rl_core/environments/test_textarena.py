@@ -178,7 +178,7 @@ def test_seats_that_do_not_exist(fake: None) -> None:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     hide_package(monkeypatch, "textarena")
-    with pytest.raises(SettingsError, match=r"pip install 'posttrain\[textarena\]'"):
+    with pytest.raises(SettingsError, match=r"python -m posttrain.install --extras textarena"):
         build("Nim-v0")
 
 

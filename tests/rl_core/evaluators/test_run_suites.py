@@ -203,7 +203,9 @@ def test_a_stop_ends_the_child(model, tmp_path):
 def test_missing_packages_say_what_to_install(monkeypatch, tmp_path):
     hide_package(monkeypatch, "lm_eval")
     hide_package(monkeypatch, "inspect_ai")
-    with pytest.raises(SettingsError, match=r"lm-eval is not installed; pip install 'posttrain\["):
+    with pytest.raises(
+        SettingsError, match=r"lm-eval is not installed; python -m posttrain.install --extras"
+    ):
         describe_evaluators(SuitesSettings(tasks=("lm-eval:t",)))
     inspect = ("inspect:x.py@t",)
     with pytest.raises(SettingsError, match="pip install inspect-ai openai, here or"):

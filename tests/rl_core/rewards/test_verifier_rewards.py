@@ -66,7 +66,7 @@ def test_the_real_package_tells_equal_expressions():
     if importlib.util.find_spec("math_verify") is None:
         with pytest.raises(
             SettingsError,
-            match=r"verifier 'math' needs the package 'math_verify'.*posttrain\[math\]",
+            match=r"verifier 'math' needs the package 'math_verify'.*--extras math",
         ):
             RewardOrchestrator({"math": 1.0})
         return

@@ -232,7 +232,7 @@ def test_a_missing_ray_is_one_line(monkeypatch):
     check_ray_installed()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        SettingsError, match=r"needs the package ray .*: pip install 'posttrain\[ray\]'"
+        SettingsError, match=r"needs the package ray .*: python -m posttrain.install --extras ray"
     ):
         check_ray_installed()
 

@@ -47,6 +47,7 @@ EXCEPTIONS = {
     "loop/metrics/*": "of the last evaluation: an outcome has them where no best metric is chosen (tried below)",
     "loop/unmoved_iterations": "checkpoints of earlier versions lack it; test_learning_check.py resumes with it",
     "loop/initial_digest": "as above",
+    "loop/plateau_evaluations": "as above; test_loop_outcomes.py resumes with it",
     "rng/cuda": "of GPUs, of which there is none here",
     "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is repeated",
     "trainer/rewards/watch/past/*/reward": "of the alarm over a window; test_hacking_monitor.py resumes within one",

@@ -69,6 +69,7 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
             teacher=None,
             custom_functions=no_code,
             role_baselines=None,
+            optimizer_step=SimpleNamespace(process_group=SINGLE_PROCESS),
         ),
         settings,
         groups,
@@ -208,7 +209,7 @@ def test_each_measurement_counts_under_its_name(monkeypatch):
         "_compute_logprobs",
         lambda model, plan: advance_clock({"policy": 10, "reference": 100}[model]),
     )
-    monkeypatch.setattr(buffer, "_run_on_each_batch", lambda plan, function: advance_clock(1))
+    monkeypatch.setattr(buffer, "run_on_each_batch", lambda plan, function: advance_clock(1))
     with collect_seconds() as seconds:
         buffer.compute_old_logprobs([[0]])
     assert seconds == {"measure": 10}

@@ -10,6 +10,7 @@ from helpers.letters import LOW, Letters, Walk, capture_update, make_trainer
 from helpers.policy_recipes import WALK
 
 from rl_core.data.tokenizer import train_tokenizer
+from rl_core.distributed import SINGLE_PROCESS
 from rl_core.environments.environment import Episode, Step, warn_once
 from rl_core.environments.maze import Maze
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
@@ -115,6 +116,7 @@ def estimate(groups, kl_reward_coef=0.0, ref=None, **options):
             teacher=None,
             custom_functions=no_code,
             role_baselines=None,
+            optimizer_step=SimpleNamespace(process_group=SINGLE_PROCESS),
         ),
         settings,
         groups,
