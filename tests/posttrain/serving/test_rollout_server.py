@@ -352,14 +352,25 @@ def test_server_restart_changes_no_token(tokenizer, tmp_path):
         served = served_trainer(tokenizer, server.url, patience_s=30.0)
         served.step()
         calls, sample_completion = [], served.server.server.sample_completion
+        idle, num_active = threading.Condition(), 0
 
         def restart_at_twentieth_call(*arguments):
-            calls.append(None)
-            if len(calls) == 20:  # after the probe, in the middle of the rollouts
-                controller = server.web.config.app.app.state.weight_controller
-                controller.instance, controller._weights_digest = "posttrain-another", ""
-                controller._publish_model(controller._start_model.model)
-            return sample_completion(*arguments)
+            nonlocal num_active
+            with idle:
+                calls.append(None)
+                if len(calls) == 20:  # after the probe, in the middle of the rollouts
+                    # a real restart breaks the connections of requests in flight, so none is computed across it
+                    assert idle.wait_for(lambda: num_active == 0, timeout=60)
+                    controller = server.web.config.app.app.state.weight_controller
+                    controller.instance, controller._weights_digest = "posttrain-another", ""
+                    controller._publish_model(controller._start_model.model)
+                num_active += 1
+            try:
+                return sample_completion(*arguments)
+            finally:
+                with idle:
+                    num_active -= 1
+                    idle.notify_all()
 
         served.server.server.sample_completion = restart_at_twentieth_call
         metrics = served.step()

@@ -190,8 +190,8 @@ def test_a_critic_learns_from_stale_rollouts_by_v_trace(tokenizer, tmp_path, mon
         assert [len(row) for row in versions] == mask_RS.sum(1).tolist()
         for row, tokens in enumerate(versions):
             mask_S = mask_RS[row]
-            for version, ratio in zip(tokens, ratios_RS[row][mask_S].tolist(), strict=True):
-                ratios[int(version < iteration)].append(ratio)
+            # a rollout that continued under new weights has states of the old ones before it
+            ratios[int(min(tokens) < iteration)] += ratios_RS[row][mask_S].tolist()
             expected = trace_by_hand(
                 *(part[row][mask_S].tolist() for part in (rewards_RS, values_RS, ratios_RS)),
                 last_value=float(given["bootstrap_B"][row]),
