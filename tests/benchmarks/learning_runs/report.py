@@ -47,6 +47,9 @@ def load_results(output: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
 
 def write_report(output: Path, seeds: int, episodes: int) -> None:
     results = load_results(output, seeds)
+    if "sft" not in results:
+        print("no report without the runs `sft` of --parts algorithms; each run is in jobs/")
+        return
     sft = estimate_rate(results["sft"])
     lines = [
         f"{episodes} episodes for every algorithm, {seeds} seeds; 500 held-out episodes, played once by each model.",
