@@ -99,7 +99,7 @@ def check_ports(wanted: Sequence[tuple[int, str, str]]) -> None:
             used.add(free)
             others.append(f"{option} {free}" if option.startswith("--") else option)
         raise SettingsError(
-            f"ports are taken: {holders}; to start beside them, choose other ports: {' '.join(others)}"
+            f"ports are taken: {holders}; choose other ports: {' '.join(others)}"
         )
 
 

@@ -71,7 +71,7 @@ ServerStarter = Callable[[], AbstractContextManager[ServedAddress]]
 
 @dataclass(frozen=True, slots=True)
 class SuiteRun:
-    """What a run of suites needs to know about its model and its process."""
+    """Model, settings and process of one run of suites."""
 
     model: Path | str
     model_settings: ModelSettings

@@ -69,7 +69,7 @@ class SelfTeacherSettings(Settings):
 
     prompt: str = setting(
         "{prompt}\n\nThe right answer is: {target}",
-        doc="the teacher's question in place of the episode's last user message. {prompt}, {target}, {solution} "
+        doc="the teacher's question instead of the episode's last user message. {prompt}, {target}, {solution} "
         "(another rollout of the prompt that succeeded), {feedback} (`Step.info['feedback']`, else the last "
         "observation) and the row's columns are replaced; a rollout that lacks one carries no loss",
     )

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.letters import LOW, LetterEpisode, Letters, comparable, weights
 from helpers.worker_cluster import LocalCluster, compiled_model, letters_trainer, with_team
 
@@ -14,6 +15,7 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
 from rl_core.errors import DataError, WorkerFailed
 from rl_core.losses.advantages import vtrace
+from rl_core.losses.importance import importance_ratios
 from rl_core.rollout_workers.async_worker import (
     AsyncRolloutWorker,
     RolloutTask,
@@ -34,6 +36,7 @@ from rl_core.rollout_workers.worker_group import WorkerSlot
 from rl_core.rollouts.episode_sequence import EpisodeRequest
 from rl_core.settings import CriticSettings, SamplingSettings
 from rl_core.trainers.policy_gradient import advantages as policy_advantages
+from rl_core.trainers.policy_gradient import rollout_buffer
 
 
 @pytest.fixture(scope="module")
@@ -177,15 +180,31 @@ def test_a_critic_learns_from_stale_rollouts_by_v_trace(tokenizer, tmp_path, mon
         calls.append(vtrace(rewards_RS, values_RS, ratios_RS, mask_RS, **options))
         return calls[-1]
 
+    def record_ratios(old_RS, sampler_RS, mask_RS):
+        given.append((old_RS, sampler_RS))
+        return importance_ratios(old_RS, sampler_RS, mask_RS)
+
+    given = []
     monkeypatch.setattr(policy_advantages, "vtrace", record_call)
+    monkeypatch.setattr(rollout_buffer, "importance_ratios", record_ratios)
     options = {"algorithm": "ppo", "importance": "vtrace", "critic": CriticSettings(kind="shared")}
     file = tmp_path / "schedule.jsonl"
     trainer = make_stream(tokenizer, file, model=compiled_model(tokenizer, 64), **options)
     rows, ratios = [], {0: [], 1: []}
     for iteration in range(6):
         rows += run_iterations(trainer, 1)
-        (rewards_RS, values_RS, ratios_RS, mask_RS, given), (advantages_RS, targets_RS) = calls
-        calls.clear()
+        (rewards_RS, values_RS, ratios_RS, mask_RS, options_of), (advantages_RS, targets_RS) = calls
+        ((old_RS, sampler_RS),) = given
+        calls.clear(), given.clear()
+        sampled = [
+            logprob
+            for group in trainer.groups
+            for rollout in group.rollouts
+            for logprob, counts in zip(rollout.sampler_logprobs, rollout.loss_mask, strict=True)
+            if counts
+        ]
+        assert sampler_RS[mask_RS].tolist() == pytest.approx(sampled)
+        assert torch.allclose(ratios_RS[mask_RS], (old_RS - sampler_RS)[mask_RS].exp())
         versions = [list_token_versions(r) for g in trainer.groups for r in g.rollouts]
         assert [len(row) for row in versions] == mask_RS.sum(1).tolist()
         for row, tokens in enumerate(versions):
@@ -194,8 +213,8 @@ def test_a_critic_learns_from_stale_rollouts_by_v_trace(tokenizer, tmp_path, mon
             ratios[int(min(tokens) < iteration)] += ratios_RS[row][mask_S].tolist()
             expected = trace_by_hand(
                 *(part[row][mask_S].tolist() for part in (rewards_RS, values_RS, ratios_RS)),
-                last_value=float(given["bootstrap_B"][row]),
-                trace_lambda=given["trace_lambda"],
+                last_value=float(options_of["bootstrap_B"][row]),
+                trace_lambda=options_of["trace_lambda"],
             )
             for got, want in zip((advantages_RS, targets_RS), expected, strict=True):
                 assert got[row][mask_S].tolist() == pytest.approx(want, abs=1e-5)

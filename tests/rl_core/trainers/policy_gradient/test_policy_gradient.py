@@ -205,11 +205,11 @@ def test_settings_of_the_learning_rate_that_contradict():
 def test_limits_that_cut_many_rollouts_are_warned_of_once(tokenizer, caplog, monkeypatch):
     sampling = SamplingSettings(max_completion_tokens=2, max_turns=3)
     monitor = TruncationMonitor(sampling, iterations=2)
-    for share in (0.4, 0.39, 0.5, 0.6, 0.7, 1.0):
+    for share in (0.5, 0.39, 0.4, 0.41, 0.7, 1.0):
         monitor.observe_iteration({"train/truncation_rate": share})
     (record,) = caplog.records
     assert record.getMessage() == (
-        "limits cut at least 40% of the rollouts in each of the last 2 iterations (60% in the last): raise "
+        "limits cut at least 40% of the rollouts in each of the last 2 iterations (41% in the last): raise "
         "sampling.max_completion_tokens (2; observations count, too), sampling.max_turns (3) or the model's context"
     )
     caplog.clear()
