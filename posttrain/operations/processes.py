@@ -98,9 +98,7 @@ def check_ports(wanted: Sequence[tuple[int, str, str]]) -> None:
             free = next(n for n in range(port + 1, 65536) if n not in used and is_port_free(n))
             used.add(free)
             others.append(f"{option} {free}" if option.startswith("--") else option)
-        raise SettingsError(
-            f"ports are taken: {holders}; choose other ports: {' '.join(others)}"
-        )
+        raise SettingsError(f"ports are taken: {holders}; choose other ports: {' '.join(others)}")
 
 
 @functools.cache
