@@ -8,7 +8,7 @@ questions: rows {"question", "answer", "final"} as GSM8K has them (arXiv:2110.14
 timed, those of DPO with their share of the reference's log-probs, which the constructor computes. Memory is the peak
 resident memory of the process. bfloat16 with full weights is `autocast: bfloat16` over float32 masters; with an
 adapter, the frozen weights are bfloat16. The peer is TRL (1.16) on the same rows, right after ours.
-`--shape` takes random weights of that shape instead, with SmolLM2's tokenizer; they are written to DIR/model. A finished
+`--shape` takes random weights of that shape instead, with SmolLM2's tokenizer, written to DIR/model. A finished
 case is DIR/cases/*.json and is not run again. At the end: DIR/real_sizes.md. Timings hold on an idle machine.
 """
 
