@@ -56,6 +56,8 @@ class TextArenaEpisode(Episode):
             )
         self.kind, self.prompt = self._environment.game, play["observations"][0]
         self.hidden = play["hidden"]
+        if play["players"] > 1:
+            self.cut_reward = -1.0  # as for an invalid move
         instructions = self._environment.instructions
         system = [Message(role="system", content=instructions)] if instructions else []
         return [*system, Message(role="user", content=self.prompt)]

@@ -50,6 +50,16 @@ def test_two_invalid_moves_lose(fake: None) -> None:
     assert step.info["invalid_move"] and step.info["reason"].startswith("Invalid Move")
 
 
+def test_only_a_game_with_opponents_is_lost_by_not_moving(fake: None) -> None:
+    alone, against = (
+        build("GuessTheNumber-v0").episode(3, "default"),
+        build("Nim-v0").episode(0, "default"),
+    )
+    for episode in (alone, against):
+        episode.reset()
+    assert (alone.cut_reward, against.cut_reward) == (0.0, -1.0)
+
+
 def test_hidden_numbers_decide_what_is_held_out(fake: None) -> None:
     environment = build("GuessTheNumber-v0", options={"max_number": 10**6})
     assert environment.held_out("default").by == "content"
