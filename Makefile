@@ -61,8 +61,8 @@ llama-test: $(STAMP)  ## written GGUF files read by llama.cpp, in a folder of it
 	$(BIN)/python -m pip install -q --upgrade --no-deps --target build/llama_cpp xllamacpp
 	PYTHONPATH=build/llama_cpp $(BIN)/python -m pytest -q -rP tests/rl_core/models/test_llama_cpp.py
 
-sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own, against the training service
-	$(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \
+sdk-test: $(STAMP)  ## the unmodified tinker SDK, four versions in environments of their own (.clients), against the training service
+	POSTTRAIN_SDK_ENVIRONMENTS=$(CURDIR)/.clients/tinker $(BIN)/python -m pytest -s tests/posttrain/training_service/test_public_client.py tests/posttrain/training_service/test_sdk_parity.py \
 		tests/posttrain/training_service/test_sdk_examples.py
 
 clients-test: $(STAMP)  ## OpenAI's clients and tools, unmodified, in environments of their own (.clients), against the chat server

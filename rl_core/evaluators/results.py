@@ -17,6 +17,7 @@ from typing import Any, Self
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.errors import DataError
 from rl_core.storage.atomic_files import make_folder, write_json_atomic, write_text_atomic
+from rl_core.storage.faults import inject_fault
 from rl_core.tracking import replace_invalid_characters
 
 RESULT_FILE = "result.json"
@@ -159,7 +160,9 @@ def write_task_result(
         json.dumps(row, ensure_ascii=False, default=_convert_to_text) + "\n" for row in samples
     )
     write_text_atomic(folder / SAMPLES_FILE, "".join(lines))
+    inject_fault("suite.samples")
     write_json_atomic(folder / RESULT_FILE, result.to_json())
+    inject_fault("suite.result")
 
 
 def _convert_to_text(value: Any) -> Any:

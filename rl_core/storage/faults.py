@@ -51,6 +51,7 @@ RUN_KINDS = {
     "prefer": "posttrain label",
     "online": "posttrain online",
     "self-play": "a policy stage with self_play",
+    "suites": "a stage suites, or posttrain evaluate --suite",
 }
 
 
@@ -135,6 +136,9 @@ FAULT_POINT_GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("evaluation.played", "a model has played its held-out episodes"),
         ("evaluation.trajectories", "the held-out trajectories are written"),
         ("evaluation.written", "evaluation.json is written"),
+        ("suite.samples", "samples of an evaluator's task are written, no result is", "suites"),
+        ("suite.result", "the task's result is written, the stage has no copy of it", "suites"),
+        ("suite.copied", "the copy is in the open folder, with the evaluator's log", "suites"),
         ("analysis.probed", "the models are measured on the episodes"),
         ("analysis.written", "report and figures are written"),
     ),

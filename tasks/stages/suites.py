@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rl_core.errors import SettingsError
 from rl_core.settings import ModelSettings, SuitesSettings
 from rl_core.storage.atomic_files import copy_tree
+from rl_core.storage.faults import inject_fault
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage import StageContext, run_stage
 from tasks.pipeline.stage_result import SERVER_LOG, StageResult
@@ -163,6 +164,7 @@ def _run_one_model(context: StageContext, name: str) -> dict[str, Any]:
         target = context.folder / name / folder
         shutil.rmtree(target, ignore_errors=True)
         copy_tree(work / folder, target)
+        inject_fault("suite.copied")
         _remove_varying_parts(target)
         rows[result.task] = result.to_json()
         logger.info("%s: %s", name, _describe_task(result.task, rows[result.task]))

@@ -3,8 +3,9 @@
 chat_sl   supervised learning on 400 sums in a local file, from random weights
 math_rl   `env=arithmetic`: sums of two numbers up to 100, from a model that gives a third of the answers
 
-Both train adapters of rank 32 on a model of two layers made here, whose tokens are digits and pieces of text, in an
-separate environment (Python 3.12 with `tinker-cookbook==0.5.8 tinker==0.38.0 sympy pylatexenc math-verify`):
+Both train adapters of rank 32 on a model of two layers made here, whose tokens are digits and pieces of text, in a
+separate environment (Python 3.12 with `tinker-cookbook==0.6.1 tinker==0.38.0 sympy pylatexenc math-verify`, by
+`uv pip install --override FILE`, whose line is `tml-renderers==0.2.1`):
 
     PYTHONPATH=.:tests:tests/benchmarks python tests/benchmarks/cookbook.py --output outputs/cookbook --cookbook PYTHON
 

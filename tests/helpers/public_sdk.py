@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT
-from posttrain.operations.processes import is_port_free
+from helpers.waiting import free_ports
 from posttrain.settings_files import parse_service_settings
 from posttrain.training_service.store import ServiceStore
 from rl_core.storage.atomic_files import write_json_atomic
@@ -48,7 +48,7 @@ def sdk_environments(folder):
 @contextlib.contextmanager
 def run_service(folder, bases, **settings):
     """Run a service in a folder, as two processes; yield (address, key). settings: further blocks."""
-    port = next(number for number in range(8400, 8500) if is_port_free(number))
+    (port,) = free_ports(1)
     values = {
         "folder": str(folder / "service"),
         "mlflow_runs": False,

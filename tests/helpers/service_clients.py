@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from helpers.service import VOCAB, random_data
-from posttrain.training_service.store import NewRequest
+from posttrain.training_service.store import NewRequest, StoredRequest
 from posttrain.training_service.wire.protobuf_messages import create_message, write_tensor
+from rl_core.service.requests import Datum, ProvenanceSpan
 
 OWNER, SESSION = "key-1", "s"
 
@@ -159,6 +162,48 @@ def unload(run, seq):
     return _open_run("unload_model", run, seq, {"model_id": run, "seq_id": seq})
 
 
+# ------------------------------------------------------------------------------------------------- recorded sequences
+
+
+def read_sequences(stored):
+    """Return id and tokens of every sequence of a sample's answer."""
+    assert stored.state == "done", stored.error
+    response = create_message("SampleResponse")
+    response.ParseFromString(stored.answer)
+    ids = stored.facts["sample_sequence_ids"]
+    return [
+        (sequence_id, np.frombuffer(sequence.tokens, "<i4"))
+        for sequence_id, sequence in zip(ids, response.sequences, strict=True)
+    ]
+
+
+def build_datum(sequence_id, tokens, advantage, prompt):
+    """Build a datum as the cookbook does: targets of the prompt are 0, spans name the sequence."""
+    skipped, size = len(prompt) - 1, len(tokens)
+    spans = (
+        ProvenanceSpan("prompt", sequence_id, 0, len(prompt)),
+        ProvenanceSpan("sampled", sequence_id, 0, size - 1),
+    )
+    target_spans = (
+        ProvenanceSpan("prompt", sequence_id, 1, skipped),
+        ProvenanceSpan("sampled", sequence_id, 0, size),
+    )
+    inputs = {
+        "target_tokens": np.concatenate([np.zeros(skipped, int), tokens]),
+        "logprobs": np.zeros(skipped + size, np.float32),
+        "advantages": np.pad(np.full(size, advantage, np.float32), (skipped, 0)),
+    }
+    return Datum(np.concatenate([prompt, tokens[:-1]]), inputs, spans, target_spans)
+
+
+def build_recorded_data(stored, prompt, advantages=(1.0, -0.5)):
+    """Build the data of `stable_reinforce` from a sample's answer, one advantage for each sequence."""
+    return tuple(
+        build_datum(*sequence, advantage, prompt)
+        for sequence, advantage in zip(read_sequences(stored), advantages, strict=True)
+    )
+
+
 # ------------------------------------------------------------------------------------------------------------ scripts
 
 
@@ -166,12 +211,18 @@ def unload(run, seq):
 class Line:
     """One request of a script, and the requests whose answers its client awaits before it sends this one."""
 
-    request: NewRequest
+    request: NewRequest | Callable[[StoredRequest], NewRequest]  # or what builds it from that one
     after: int = -1  # place in the script of the last one that has to be final; -1 = none
 
 
+def train_on_recorded(run, seq, prompt, sampled):
+    """Pass the sequences of a sample's answer to `stable_reinforce`."""
+    return loss(run, seq, build_recorded_data(sampled, prompt), "stable_reinforce", kl_coeff=0.05)
+
+
 def script(run: str, number: int, steps: int) -> list[Line]:
-    """Run a client: train with the next requests in flight, save, evaluate, sample from fresh weights, load.
+    """Run a client: train with the next requests in flight, save, evaluate, sample from fresh weights and train on it,
+    load.
 
     Args:
         number: of the client; sets its data, rank, losses and optimizer.
@@ -205,7 +256,10 @@ def script(run: str, number: int, steps: int) -> list[Line]:
             seq += 1
             name = f"{run}.fresh.{step}"
             published = add(publish(run, seq, name), created)
-            add(sample(name, 0, rng.integers(2, VOCAB, 4)), published)
+            prompt = rng.integers(2, VOCAB, 4)
+            sampled = add(sample(name, 0, prompt, record_stability_info=True), published)
+            seq += 1
+            add(partial(train_on_recorded, run, seq, prompt), sampled)
             add(
                 sample(f"{run}.base", sampler_seq, rng.integers(2, VOCAB, 3), prompt_logprobs=True),
                 opened,

@@ -33,7 +33,10 @@ class Clients:
                 line = script[len(ids)]
                 if any(place <= line.after for place in open_places):
                     break
-                stored = self.store.accept_request(line.request)
+                request = line.request
+                if callable(request):
+                    request = request(self.store.find_request(ids[line.after]))
+                stored = self.store.accept_request(request)
                 open_places.append(len(ids))
                 ids.append(stored.request_id)
             going |= len(ids) < len(script) or bool(open_places)
@@ -51,10 +54,13 @@ def answers(
     """Return (kind, target, seq) -> state, answer, error of every request."""
     results = {}
     for script in scripts:
+        requests: list[StoredRequest] = []
         for line in script:
-            request: StoredRequest = store.accept_request(
-                line.request
-            )  # the same request again: its answer
+            request = line.request
+            if callable(request):
+                request = request(requests[line.after])
+            request = store.accept_request(request)  # the same request again: its answer
+            requests.append(request)
             assert request.is_final, f"{request.kind} {request.target} {request.seq} has no answer"
             results[request.kind, request.target, request.seq] = (
                 request.state,

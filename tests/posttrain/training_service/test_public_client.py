@@ -79,7 +79,7 @@ def test_loops(environments, served, version):
     assert result["custom_logprobs"] == pytest.approx(result["logprobs"], abs=1e-5)
     assert result["sampled_difference"] < 1e-4
     assert result["rewards"][-1] > result["rewards"][0] + 0.2
-    assert ("stable_rewards" in result) == (version == "0.38")
+    assert ("stable_rewards" in result) == (version != "0.25")  # which cannot record
     if "stable_rewards" in result:
         assert result["stable_rewards"][-1] > result["stable_rewards"][0] + 0.2
         assert result["stable_metrics"]["sampler_kl:max"] > 1e-3  # the sampler is stale

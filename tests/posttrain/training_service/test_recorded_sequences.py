@@ -5,7 +5,18 @@ import dataclasses
 import numpy as np
 import pytest
 from helpers.service import bits, loss_request, make_engine
-from helpers.service_clients import create, loss, open_sampler, publish, sample, unload, update
+from helpers.service_clients import (
+    build_datum,
+    build_recorded_data,
+    create,
+    loss,
+    open_sampler,
+    publish,
+    read_sequences,
+    sample,
+    unload,
+    update,
+)
 from helpers.service_load import settings_of
 
 from posttrain.training_service.store import ServiceStore
@@ -73,41 +84,8 @@ def scene(tmp_path, base_folder):
     scene.store.close()
 
 
-def read_sequences(stored):
-    assert stored.state == "done", stored.error
-    response = create_message("SampleResponse")
-    response.ParseFromString(stored.answer)
-    ids = stored.facts["sample_sequence_ids"]
-    return [
-        (sequence_id, np.frombuffer(sequence.tokens, "<i4"))
-        for sequence_id, sequence in zip(ids, response.sequences, strict=True)
-    ]
-
-
-def build_datum(sequence_id, tokens, advantage, prompt=PROMPT):
-    """Build a datum as the cookbook does: targets of the prompt are 0, spans name the sequence."""
-    skipped, size = len(prompt) - 1, len(tokens)
-    spans = (
-        ProvenanceSpan("prompt", sequence_id, 0, len(prompt)),
-        ProvenanceSpan("sampled", sequence_id, 0, size - 1),
-    )
-    target_spans = (
-        ProvenanceSpan("prompt", sequence_id, 1, skipped),
-        ProvenanceSpan("sampled", sequence_id, 0, size),
-    )
-    inputs = {
-        "target_tokens": np.concatenate([np.zeros(skipped, int), tokens]),
-        "logprobs": np.zeros(skipped + size, np.float32),
-        "advantages": np.pad(np.full(size, advantage, np.float32), (skipped, 0)),
-    }
-    return Datum(np.concatenate([prompt, tokens[:-1]]), inputs, spans, target_spans)
-
-
 def build_data(stored, advantages=(1.0, -0.5)):
-    return tuple(
-        build_datum(*sequence, advantage)
-        for sequence, advantage in zip(read_sequences(stored), advantages, strict=True)
-    )
+    return build_recorded_data(stored, PROMPT, advantages)
 
 
 def record(scene, run="s:train:0", sampler="s:sample:0", seq=1, **options):
@@ -173,7 +151,7 @@ def test_arrays_of_the_client_need_no_provenance(scene):
     response = create_message("SampleResponse")
     response.ParseFromString(sampled.answer)
     top = response.sequences[0].topk_sampled_logprobs
-    datum = build_datum("", first, 1.0)
+    datum = build_datum("", first, 1.0, PROMPT)
     tokens, logprobs = (
         np.frombuffer(getattr(top, name), kind).reshape(top.length, top.k)
         for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))

@@ -136,6 +136,21 @@ def test_finished_tasks_are_not_run_again(model, tmp_path):
     assert len((tmp_path / "calls").read_text().split()) == 3
 
 
+@pytest.mark.slow
+def test_an_evaluator_that_is_killed_between_samples_and_result_runs_its_task_again(
+    model, tmp_path, monkeypatch
+):
+    write_tasks(tmp_path / "tasks", first={}, second={})
+    for point, task in (("suite.samples", "first"), ("suite.result", "second")):
+        monkeypatch.setenv("POSTTRAIN_FAULT", f"{point}:1:kill")
+        with pytest.raises(DataError, match=f"killed by signal 9 before lm_eval/{task} had"):
+            run_tasks(model, tmp_path, "first,second")
+    monkeypatch.delenv("POSTTRAIN_FAULT")
+    results = run_tasks(model, tmp_path, "first,second")
+    assert [result.samples for result in results] == [4, 4]
+    assert (tmp_path / "calls").read_text().split() == ["first", "first", "second"]
+
+
 @pytest.mark.parametrize(
     ("task", "environment", "message"),
     [

@@ -11,6 +11,8 @@ from helpers.exports import in_this_process
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.evaluators import lm_eval_child, run_suites
+from rl_core.storage import faults
+from rl_core.storage.faults import InjectedFault
 from tasks.config import build_settings, load_settings
 from tasks.config.problems import ConfigError
 from tasks.pipeline.dag import run_dag, wrap_stage_call
@@ -114,6 +116,33 @@ def test_suites_run_once_resume_and_count_at_the_gate(config):
     write_task(config, rows=ROWS[:5])  # the content of the folder decides the key
     changed = run(config, metrics).results["suites"]
     assert not changed.cached and changed.summary["models"]["sft"]["lm_eval/cells"]["samples"] == 5
+
+
+def test_a_stage_that_dies_at_each_point_of_its_tasks_ends_with_the_same_files(config):
+    folder = write_task(config, rows=ROWS[:7])
+    (folder / "more.json").write_text(json.dumps({"rows": ROWS[:3]}))
+    options = ('stages.suites.tasks=["lm-eval:cells,more"]', "stages.promote=null")
+
+    def read_files(slots, plan):
+        """Run until the stage ends; return its files. Every number of slots has a key of its own."""
+        faults.configure_faults(plan)
+        while True:
+            try:
+                result = run(config, *options, f"stages.suites.slots={slots}").results["suites"]
+                break
+            except InjectedFault as fault:
+                deaths.append(fault)
+        faults.configure_faults(None)
+        paths = sorted((result.path / "sft").rglob("*.json*"))
+        return [(path.relative_to(result.path), path.read_bytes()) for path in paths]
+
+    deaths, points = [], ("suite.samples", "suite.result", "suite.copied")
+    undisturbed = read_files(3, None)
+    assert not deaths and len(undisturbed) == 4
+    before = count_calls(config)
+    assert read_files(4, ",".join(f"{point}:1:raise" for point in points)) == undisturbed
+    assert len(deaths) == 3 and all(map(str.__contains__, map(str, deaths), points))
+    assert count_calls(config) == before + 2  # a task with samples but without a result runs again
 
 
 def test_what_cannot_run_is_refused_before_the_training(tmp_path, monkeypatch):
