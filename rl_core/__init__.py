@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         read_trajectories,
         trajectory_frame,
     )
+    from rl_core.rewards.judges.calibration import JudgeCalibration, calibrate_judge
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.rewards.user_function import RewardFunction
     from rl_core.settings import (
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
         ExportSettings,
         FormatSettings,
         GgufSettings,
+        JudgeCriterion,
         JudgeSettings,
         KLBandSettings,
         LaunchSettings,
@@ -310,6 +312,7 @@ __all__ = [
     "Turn",
     "WorkerFailed",
     "analyze",
+    "calibrate_judge",
     "compare",
     "create_policy",
     "distill",
@@ -335,6 +338,8 @@ __all__ = [
     "trajectory_frame",
     "CodeSettings",
     "ExactSettings",
+    "JudgeCalibration",
+    "JudgeCriterion",
     "JudgeSettings",
     "KLBandSettings",
     "MathSettings",
@@ -387,12 +392,13 @@ _PUBLIC_NAMES = {
         "iter_metrics iter_rewards plot_metrics read_analysis read_history read_metrics read_rewards "
         "read_trajectories trajectory_frame"
     ),
+    "rl_core.rewards.judges.calibration": "JudgeCalibration calibrate_judge",
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (
         "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
         "FormatSettings GgufSettings "
-        "JudgeSettings KLBandSettings LaunchSettings LearningRateControlSettings "
+        "JudgeCriterion JudgeSettings KLBandSettings LaunchSettings LearningRateControlSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings MetricCondition MixedEnvironmentSettings ModelSettings "
         "NetworkSettings NumericSettings "
         "NumericsGateSettings "

@@ -71,6 +71,7 @@ def build_update_worker(
         options=settings.reward_options,
         seed=settings.seed,
     )
+    rewards.calibrate_judges()
     pad_id = policy.renderer.pad_id
     if pad_id is None:
         raise SettingsError("model.path: its tokenizer has no padding token, which batches need")

@@ -96,6 +96,11 @@ class MixtureRewards(RewardOrchestrator):
             except SettingsError as error:
                 raise SettingsError(f"environment '{part.name}': {error}") from error
 
+    def calibrate_judges(self) -> None:
+        """Measure the judges of every environment; see `RewardOrchestrator.calibrate_judges`."""
+        for part in self.parts.values():
+            part.calibrate_judges()
+
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes, in every environment that has the component."""
         known = {name for part in self.parts.values() for name in part._base}

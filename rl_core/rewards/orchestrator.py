@@ -29,7 +29,9 @@ from rl_core.rewards.components import (
     describe_rollout,
 )
 from rl_core.rewards.hacking_monitor import HackingMonitor
-from rl_core.rewards.model_components import JudgeReward, LearnedReward, Scorer
+from rl_core.rewards.judges.calibration import calibrate_before_training
+from rl_core.rewards.judges.judge_reward import JudgeReward
+from rl_core.rewards.model_components import LearnedReward, Scorer
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.rewards.state_components import CoherenceReward, CuriosityReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
@@ -55,7 +57,7 @@ REWARD_COMPONENTS: dict[str, str] = {
     "regex": "the answer matches a pattern",
     "math": "the answer is mathematically equal to the target",
     "code": "the program in the answer passes the row's tests",
-    "judge": "score of a model behind an OpenAI-compatible URL",
+    "judge": "score, or comparison, by a model behind an OpenAI-compatible URL or in this process",
 }
 
 
@@ -150,6 +152,15 @@ class RewardOrchestrator:
         self.check_columns(environment.columns)
         self.check_rows(environment.iter_target_rows())
 
+    def calibrate_judges(self) -> None:
+        """Measure judges against human labels, if the options name some; see `judges.calibration`.
+
+        Raises: RewardError for a judge that agrees too little with them.
+        """
+        for component in self.components.values():
+            if isinstance(component, JudgeReward):
+                calibrate_before_training(component)
+
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""
         for name in changes:
@@ -187,6 +198,8 @@ class RewardOrchestrator:
         if not rollouts:
             return {}
         states = self._compute_states(rollouts, embed)
+        for component in self.components.values():
+            component.group_sizes = [len(group.rollouts) for group in groups]
         raw = {
             name: self._reject_large_values(
                 name, self._score_component(name, component, rollouts, states)

@@ -575,6 +575,12 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                         "0)"
                     )
         self.reward_options.check_components(self.rewards)
+        judge = self.reward_options.judge
+        if "judge" in self.rewards and judge.compares and self.group_size == 1:
+            raise SettingsError(
+                f"group_size: 1 leaves a judge of mode {judge.mode} nothing to compare; use at least 2, or "
+                "reward_options.judge.mode score or rubric"
+            )
         limit = self.sampling.max_completion_tokens
         if not is_unresolved(limit) and self.overlong_tokens > limit:
             raise SettingsError(

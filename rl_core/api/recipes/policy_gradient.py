@@ -110,6 +110,7 @@ def build_policy_gradient_recipe(
         seed=seed,
         functions=functions,
     )
+    process_group.run_on_rank_zero(rewards.calibrate_judges)
     server = None
     with contextlib.ExitStack() as stack:  # no server outlives a trainer that cannot be built
         if settings.rollouts.workers == "server":
