@@ -146,6 +146,7 @@ if TYPE_CHECKING:
         OptimizerSettings,
         PolicySettings,
         PreferenceSettings,
+        ProcessRewardSettings,
         RatingSettings,
         ReferenceSettings,
         RegexSettings,
@@ -250,6 +251,7 @@ __all__ = [
     "PolicySettings",
     "PosttrainError",
     "PreferenceSettings",
+    "ProcessRewardSettings",
     "Prompts",
     "RecordsError",
     "RatingSettings",
@@ -402,7 +404,7 @@ _PUBLIC_NAMES = {
         "LengthSettings LoopSettings LoraSettings MathSettings MetricCondition MixedEnvironmentSettings ModelSettings "
         "NetworkSettings NumericSettings "
         "NumericsGateSettings "
-        "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
+        "OptimizerSettings PolicySettings PreferenceSettings ProcessRewardSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
         "RolloutServerSettings RolloutSettings SFTSettings "
         "RoleBaselineSettings SamplingSettings SelfPlaySettings SelfTeacherSettings "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +57,7 @@ from rl_core.models.lora import is_fresh_adapter
 from rl_core.references.pool import get_frozen_models
 from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.model_components import Scorer
+from rl_core.rewards.process_reward import StepScorer
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, build_combined_record
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.rollouts.episode_sequence import EpisodeRequest
@@ -214,7 +215,7 @@ def policy_gradient(
         settings: every option of the algorithm, of the optimizer and of the loop.
         heldout_prompts: rows for validation (`settings.eval_every`); an environment has its own held-out episodes.
         system: a system message before every prompt.
-        reward_model: folder of a reward model, for the component "learned".
+        reward_model: folder of a reward model, for the component "learned", or of one of steps, for "process".
         output: folder of metrics, rewards and checkpoints; a stopped run resumes there. None = nothing is written.
         tracker: where else metrics go (see `rl_core.trackers`): "terminal", "mlflow:URI", a tracker, or several.
         callbacks: called after every iteration and evaluation (see `rl_core.TrainingEvent`).
@@ -234,13 +235,20 @@ def policy_gradient(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     recent, reference = _build_recent_rollouts(folder), _load_reference(model, policy, settings)
+    scorer = step_scorer = None
+    if reward_model is not None:
+        used = {
+            name for _, part in list_rewarded_parts(environment, settings.rewards) for name in part
+        }
+        scorer, step_scorer = _load_scorers(reward_model, policy, used)
     recipe = build_policy_gradient_recipe(
         policy,
         reference,
         environment,
         settings,
         seed,
-        scorer=_load_scorer(reward_model, policy) if reward_model is not None else None,
+        scorer=scorer,
+        step_scorer=step_scorer,
         functions=functions,
         evaluator=_build_validator(policy, environment, settings, seed, functions),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
@@ -356,13 +364,16 @@ def _resolve_reward_spec(
     environment: Environment,
 ) -> RewardSpec | None:
     """Return the reward's parts; None = those of the settings. Raises: SettingsError if nothing rewards anything."""
-    if reward is None and reward_model is not None and "learned" not in settings.rewards:
+    model_components = {"learned", "process"}
+    if reward is None and reward_model is not None and not model_components & set(settings.rewards):
         reward = "learned"
     spec = parse_reward(reward) if reward is not None else None
     weights = spec.weights if spec is not None else settings.rewards
     rewarded = list_rewarded_parts(environment, weights)
-    if reward_model is not None and not any("learned" in used for _, used in rewarded):
-        raise SettingsError('reward_model: the reward does not use it; add the component "learned"')
+    if reward_model is not None and not any(model_components & set(used) for _, used in rewarded):
+        raise SettingsError(
+            'reward_model: the reward does not use it; add the component "learned", or "process" for one of steps'
+        )
     if reward_model is None and any(used.get("learned") for _, used in rewarded):
         raise SettingsError('reward: the component "learned" needs reward_model=FOLDER')
     for part, used in rewarded:
@@ -401,8 +412,13 @@ def _load_reference(
     return copy.deepcopy(policy.model)
 
 
-def _load_scorer(folder: str | Path, policy: Policy) -> Scorer:
-    """Load a scorer of token rows with the reward model in a folder. Raises: SettingsError for another tokenizer."""
+def _load_scorers(
+    folder: str | Path, policy: Policy, rewards: Collection[str]
+) -> tuple[Scorer | None, StepScorer | None]:
+    """Load the reward model in a folder as a scorer of token rows (`learned`), and of their steps (`process`).
+
+    Raises: SettingsError for another tokenizer, or a model that was not trained on steps.
+    """
     subfolder = Path(folder) / "model"
     source = subfolder if subfolder.is_dir() else folder
     settings = select_device_settings(policy)
@@ -411,7 +427,16 @@ def _load_scorer(folder: str | Path, policy: Policy) -> Scorer:
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
     model = get_frozen_models().load_model(source, settings, kind="reward_model")
-    return functools.partial(heads.score_rows, model)
+    step_scorer = None
+    if "process" in rewards:
+        if not heads.scores_steps(model):
+            raise SettingsError(
+                f"reward_model: {folder} scores whole completions; the component process needs one that was trained "
+                "with `loss: process`"
+            )
+        step_scorer = functools.partial(heads.score_steps, model)
+    scorer = functools.partial(heads.score_rows, model) if "learned" in rewards else None
+    return scorer, step_scorer
 
 
 def _build_validator(

@@ -94,6 +94,7 @@ COMPONENT_METRICS: dict[str, dict[str, MetricRange]] = {
         "kappa": (-1.0, 1.0),
         "labelled_pairs": _COUNT_RANGE,
     },
+    "process": {"steps": _COUNT_RANGE, "step_score": _ANY_RANGE, "first_low": _SHARE_RANGE},
     **{
         verifier: {"right": _SHARE_RANGE, "timed_out": _COUNT_RANGE, "failed": _COUNT_RANGE}
         for verifier in ("exact", "numeric", "regex", "math", "code")
@@ -229,6 +230,11 @@ _CONDITIONAL_METRICS = (
         "turn_credit",
     ),
     _ConditionalMetrics(
+        {"train/process_advantages_std": _COUNT_RANGE},
+        lambda s: s.uses_step_credit and s.value_function is None,
+        "the reward process with reward_options.process.credit: steps, without a critic",
+    ),
+    _ConditionalMetrics(
         {
             "train/payoff_by_player/0": _ANY_RANGE,
             "train/payoff_by_player/1": _ANY_RANGE,
@@ -275,8 +281,8 @@ _CONDITIONAL_METRICS = (
     ),
     _ConditionalMetrics(
         {"reward/masked_rate": _SHARE_RANGE},
-        lambda s: any(":" in name or name == "judge" for name in s.rewards),
-        "a custom reward function, or the judge",
+        lambda s: any(":" in name or name in ("judge", "process") for name in s.rewards),
+        "a custom reward function, the judge or process",
     ),
     _ConditionalMetrics(
         {"train/replayed_rollouts": _COUNT_RANGE}, lambda s: s.replay is not None, "replay"

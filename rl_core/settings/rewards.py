@@ -280,6 +280,41 @@ class JudgeSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProcessRewardSettings(Settings):
+    """Process reward: scores of the steps of a completion."""
+
+    function: str | None = setting(
+        None,
+        is_code=True,
+        doc="function of (steps, trajectory) that returns one number for each step, as 'steps.py:check'; default: the "
+        "reward model, trained with `loss: process`",
+    )
+    delimiter: str = setting(
+        "\n", doc="text that ends a step; blank steps belong to the one before"
+    )
+    aggregate: Literal["sum", "mean", "min"] = setting(
+        "mean",
+        doc="value of a completion, and of the steps after one: sum (arXiv:2402.03300), which pays for more steps; "
+        "mean; min (arXiv:2504.15275), the worst step",
+    )
+    credit: Literal["steps", "rollout"] = setting(
+        "steps",
+        doc="steps: each token has the advantage of its step, or with a critic the reward at its end; rollout: the "
+        "value is a reward of the whole completion, as of any other component",
+    )
+
+    def check(self) -> None:
+        """Check that the delimiter ends steps."""
+        if not self.delimiter:
+            raise SettingsError("delimiter: is empty; name the text that ends a step")
+        if self.function is None and self.delimiter != "\n":
+            raise SettingsError(
+                "delimiter: a reward model of steps was trained on steps that end with a line; set function, or leave "
+                "delimiter out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CuriositySettings(Settings):
     """Curiosity reward: prediction error of a forward model over the policy's states."""
 
@@ -420,6 +455,9 @@ class RewardSettings(Settings):
     math: MathSettings = setting(MathSettings(), doc="options of component math")
     code: CodeSettings = setting(CodeSettings(), doc="options of component code")
     judge: JudgeSettings = setting(JudgeSettings(), doc="options of component judge")
+    process: ProcessRewardSettings = setting(
+        ProcessRewardSettings(), doc="options of component process"
+    )
 
     def check_components(self, rewards: Mapping[str, float]) -> None:
         """Raise SettingsError for options of components that the policy's rewards do not have."""

@@ -2,8 +2,8 @@
 
     python tests/benchmarks/judges.py --output DIR [--seeds 3] [--episodes 2560] [--arms true,ranking 0.9,...]
 
-`pixel_grid`, from the SFT model of configs/demo.yaml, GRPO. The judge is a stand-in over HTTP on loopback that knows the
-right answer and errs at a set rate, from the texts alone: `score` and `rubric` grade each answer, `ranking` ranks a
+`pixel_grid`, from the SFT model of configs/demo.yaml, GRPO. The judge is a stand-in over HTTP on loopback that knows
+the right answer and errs at a set rate, from the texts alone: `score` and `rubric` grade each answer, `ranking` ranks a
 prompt's samples, `pairwise` compares each with two others in both orders. Success: 200 held-out episodes, each played 8
 times at temperature 1. Intervals over seeds (Student's t). Existing results in DIR are not run again.
 """

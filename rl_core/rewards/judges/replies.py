@@ -34,7 +34,7 @@ _SAID = regex.compile(rf"(?i){_SCORE}(?:is|was)\b{_MARKS}:?{_MARKS}({_NUMBER})")
 _SCALE_END = regex.compile(r"\W{0,3}(?:/|out of)\s*([0-9]+(?:\.[0-9]+)?)")
 MAX_READ_CHARACTERS = 50_000  # of a reply, from its end
 _WHOLE_NUMBER = regex.compile(rf"\s*({_NUMBER})\s*")
-_LABEL = regex.compile(r"(?i)\W*(?:answer\W*)?([0-9]{1,4})\W*")
+_LABEL = regex.compile(r"(?i)\s*(?:answer\s*)?([0-9]{1,4})\s*")
 _BETTER = regex.compile(
     rf"(?i)\bbetter\b{_MARKS}[:=]{_MARKS}(?:answer\s+)?[(\[]*(A|B|tie)\b"
     rf"(?!{_MARKS}(?:or|and|/|,|\|){_MARKS}(?:A|B|tie)\b)"
