@@ -3,7 +3,6 @@
 A format is recognised row by row, by columns that are not null. A row that fits none is refused with its columns and a
 line of jq that renames them. `validate_...` check rows one by one: they return the columns that are used, or raise
 BadRow.
-`explain_misfit` says which losses can use a preference row.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from rl_core.data.messages import (
     wrap_in_list,
 )
 from rl_core.data.recorded_rows import RECORDED, RECORDED_COLUMNS, validate_recorded_row
+from rl_core.data.text_steps import validate_labelled_steps
 
 _SYSTEM_COLUMNS = ("system_prompt", "system", "system_message")
 _QUESTION_COLUMNS = (
@@ -452,36 +452,6 @@ _CONVERSIONS: dict[str, Callable[[RawRow], RawRow]] = {
 }
 
 
-USES_WITH_TIES = ("reward_model", "dpo", "ipo")  # uses of preferences that have a model of ties
-_ROWS_NEEDED = {
-    "reward_regression": "scores",
-    "process_reward": "labels of steps",
-    "kto": "labels",
-}  # rows that a use needs; others: pairs
-
-
-def explain_misfit(row: Mapping[str, Any], use: str) -> str:
-    """Return why a loss ("dpo", ..., "reward_model") cannot use a preference row; "" = it can."""
-    if ("step_ends" in row) != (use == "process_reward"):
-        if "step_ends" in row:
-            needed = _ROWS_NEEDED.get(use, "pairs")
-            return f"has labels of steps, which only a reward model with `loss: process` takes; {use} needs {needed}"
-        return "has no labels of steps; a reward model with `loss: process` needs prompt, completions and labels"
-    if use != "kto" and "label" in row:
-        return f"has a label, which only the loss kto takes; {use} needs {_ROWS_NEEDED.get(use, 'pairs')}"
-    if ("score" in row) != (use == "reward_regression"):
-        if "score" in row:
-            needed = _ROWS_NEEDED.get(use, "pairs")
-            return f"has a score, which only a reward model with `loss: mse` takes; {use} needs {needed}"
-        return "has no score; a reward model with `loss: mse` needs prompt, completion and score"
-    if row.get("tie") and use not in USES_WITH_TIES:
-        uses = ", ".join(USES_WITH_TIES)
-        return f"is a tie, which only {uses} learn from, not {use}; leave out rows with `tie: true`"
-    if use != "reward_model" and "margin" in row:
-        return f"margin: only a reward model takes margins, not the loss {use}"
-    return ""
-
-
 Row = dict[str, Any]
 
 OPTIONAL_COLUMNS = ("level", "kind", "seed")
@@ -565,38 +535,6 @@ def _validate_labelled_completion(row: Row) -> Row:
     return {**columns, "label": label, **_read_tools(row), **read_optional_columns(row)}
 
 
-def _validate_stepwise_row(row: Row) -> Row:
-    """Return a completion with the end of each step, in characters, and its label, 0 to 1.
-
-    A step that does not end with a line break is followed by one, but for the last.
-    """
-    steps, labels = row["completions"], row["labels"]
-    if row.get("step_separator") not in (None, "\n"):
-        raise BadRow("step_separator", "must be a line break, which ends a step here")
-    if not steps or len(steps) != len(labels):
-        raise BadRow("labels", f"has {len(labels)} labels for {len(steps)} completions")
-    text, ends, values = "", [], []
-    for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
-        if not isinstance(step, str) or not step.strip():
-            raise BadRow(f"completions[{number}]", "must be a text that is not blank")
-        is_number = isinstance(label, bool | int | float) and 0 <= label <= 1
-        if not is_number:
-            raise BadRow(
-                f"labels[{number}]",
-                f"must be true, false, or a share from 0 to 1, found {describe_value(label)}",
-            )
-        text += step if step.endswith("\n") or number == len(steps) - 1 else f"{step}\n"
-        ends.append(len(text))
-        values.append(float(label))
-    return {
-        "prompt": _read_text_or_messages(row, "prompt"),
-        "completion": text,
-        "step_ends": ends,
-        "step_labels": values,
-        **read_optional_columns(row),
-    }
-
-
 def _read_text_or_messages(row: Row, name: str) -> str | list[dict[str, Any]]:
     """Return text, or messages that `convert_preference` has checked."""
     return row[name] if isinstance(row.get(name), list) and row[name] else read_text(row, name)
@@ -620,7 +558,11 @@ def validate_preference(row: Row) -> Row:
     """Return a pair, or a labelled or scored completion, of any format."""
     row = convert_preference(row)
     if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
-        return _validate_stepwise_row(row)
+        return {
+            "prompt": _read_text_or_messages(row, "prompt"),
+            **validate_labelled_steps(row),
+            **read_optional_columns(row),
+        }
     if (
         row.get("chosen") is None
         and row.get("rejected") is None

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.formats import explain_misfit
+from rl_core.data.row_uses import explain_misfit
 from rl_core.data.text_steps import find_completing_tokens
 from rl_core.data.training_sequences import TokenRows
 from rl_core.errors import DataError

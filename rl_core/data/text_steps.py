@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from rl_core.data.files import BadRow, describe_value
 from rl_core.errors import DataError
 
 
@@ -59,3 +60,32 @@ def find_completing_tokens(
                 low = middle + 1
         places.append(low)
     return places
+
+
+def validate_labelled_steps(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the completion of a row of stepwise supervision, and the end (characters) and label (0 to 1) of each step.
+
+    A step that does not end with a line break is followed by one, but for the last.
+    Raises: BadRow.
+    """
+    steps, labels = row["completions"], row["labels"]
+    if row.get("step_separator") not in (None, "\n"):
+        raise BadRow("step_separator", "must be a line break, which ends a step here")
+    if not steps or len(steps) != len(labels):
+        raise BadRow("labels", f"has {len(labels)} labels for {len(steps)} completions")
+    text, ends = "", []
+    for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
+        if not isinstance(step, str) or not step.strip():
+            raise BadRow(f"completions[{number}]", "must be a text that is not blank")
+        if not isinstance(label, bool | int | float) or not 0 <= label <= 1:
+            raise BadRow(
+                f"labels[{number}]",
+                f"must be true, false, or a share from 0 to 1, found {describe_value(label)}",
+            )
+        text += step if step.endswith("\n") or number == len(steps) - 1 else f"{step}\n"
+        ends.append(len(text))
+    return {
+        "completion": text,
+        "step_ends": ends,
+        "step_labels": [float(label) for label in labels],
+    }

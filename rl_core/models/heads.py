@@ -307,6 +307,9 @@ def score_steps(
         positions: of the last token of each step of each row. others: as in `score_rows`.
     Raises: as `score_rows`; DataError for a position outside its row.
     """
+    for index, (row, places) in enumerate(zip(rows, positions, strict=True)):
+        if not len(places) or not all(0 <= place < len(row) for place in places):
+            raise DataError(f"row {index}: steps end at {list(places)} in {len(row)} tokens")
     scores: list[list[float]] = [[] for _ in rows]
     lengths = [len(row) for row in rows]
 

@@ -244,7 +244,9 @@ class JudgeSettings(Settings):
             "instructions": ("rubric", "ranking", "pairwise"),
         }
         for name, modes in used.items():
-            if self.mode not in modes and getattr(self, name) != defaults[name]:
+            value = getattr(self, name)
+            value = tuple(value) if isinstance(value, list) else value
+            if self.mode not in modes and value != defaults[name]:
                 raise SettingsError(
                     f"{name}: not used by mode {self.mode}, only by {', '.join(modes)}; remove it"
                 )

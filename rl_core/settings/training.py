@@ -259,7 +259,7 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 
     @property
     def use(self) -> Literal["reward_model", "reward_regression", "process_reward"]:
-        """Kind of its training rows, as named by `rl_core.data.formats.explain_misfit`."""
+        """Kind of its training rows, as named by `rl_core.data.row_uses.explain_misfit`."""
         uses = {"mse": "reward_regression", "process": "process_reward"}
         return cast(Any, uses.get(self.loss, "reward_model"))
 

@@ -90,10 +90,9 @@ def read_labelled_pairs(source: RowSource) -> list[LabelledPair]:
         try:
             row = validate_preference(raw)
         except BadRow as error:
-            line = records.lines[number] if number < len(records.lines) else number + 1
             raise DataError(
-                f"{name}, row {line}: {error}; a label is a row with prompt, chosen and rejected, or prompt, "
-                "completion and score"
+                f"{name}, row {records.numbers[number]}: {error}; a label is a row with prompt, chosen and "
+                "rejected, or prompt, completion and score"
             ) from error
         prompt = _extract_texts(row["prompt"], "user")[-1]
         columns = {key: value for key, value in raw.items() if key not in ("prompt", "target")}
