@@ -374,7 +374,13 @@ def test_the_budget_of_calls_stops_and_resumes_from_the_cache(server, tmp_path):
 
 def test_retries_spend_the_budget(server, tmp_path):
     options = build_options(
-        server, tmp_path, mode="pairwise", max_calls=3, retries=9, retry_delay_s=0.001
+        server,
+        tmp_path,
+        mode="pairwise",
+        max_calls=3,
+        retries=9,
+        retry_delay_s=0.001,
+        concurrency=1,
     )
     server.reply = lambda prompt: "?"
     with pytest.raises(RewardError, match="budget of 3 calls"):
@@ -501,15 +507,17 @@ def test_the_side_shown_first_says_nothing_about_the_label():
 def local_judge(tmp_path_factory):
     """A tiny model that was trained to answer every question with 'better: A'."""
     folder = tmp_path_factory.mktemp("judge")
-    question = build_choice_question(JudgedSample("q", "a"), JudgedSample("q", "b"), LOCAL)
-    text = question.messages[0]["content"]
+    rows = []
+    for first in ("a", "b", "cc", "d"):
+        for second in ("a", "b", "cc", "d"):
+            pair = [JudgedSample("q", text) for text in (first, second)]
+            text = build_choice_question(*pair, LOCAL).messages[0]["content"]
+            rows.append({"prompt": text, "completion": "better: A"})
     model = {"preset": "nano", "vocab_size": 500, "context": 512, "device": "cpu"}
-    policy = rl_core.create_policy([text, "better: A"] * 4, model)
-    rows = [{"prompt": text, "completion": "better: A"}] * 8
-    training = rl_core.sft(
-        policy, rows, settings={"max_steps": 40, "learning_rate": 3e-3, "warmup_steps": 0}
-    )
-    training.run()
+    policy = rl_core.create_policy([f"{row['prompt']} better: A" for row in rows], model)
+    settings = {"max_steps": 24, "learning_rate": 4e-3, "warmup_steps": 0, "eval_every": 0}
+    settings |= {"batch_size": 4, "epochs": 100, "patience": None}
+    rl_core.sft(policy, rows, heldout=0, settings=settings).run()
     policy.save(folder / "model")
     return folder
 

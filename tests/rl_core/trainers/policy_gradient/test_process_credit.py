@@ -33,6 +33,10 @@ from rl_core.trainers.policy_gradient.token_credit import place_step_rewards
 MODULE = """
 def check(steps, trajectory):
     return [len(step) % 3 / 2 for step in steps]
+
+
+def has_b(steps, trajectory):
+    return [float("b" in step) for step in steps]
 """
 
 
@@ -251,7 +255,9 @@ def test_learning_from_steps_alone(tokenizer, function):
     """Check that a policy raises the scores of its steps where nothing else rewards it."""
     rewards = RewardOrchestrator(
         {"process": 1.0},
-        options=RewardSettings(process={"function": function, "delimiter": "a"}),
+        options=RewardSettings(
+            process={"function": function.replace(":check", ":has_b"), "delimiter": "a"}
+        ),
         decode=lambda ids: tokenizer.decode(ids),
     )
     trainer = make_trainer(
@@ -262,5 +268,5 @@ def test_learning_from_steps_alone(tokenizer, function):
         sampling=SamplingSettings(max_completion_tokens=8),
         curriculum=LOW,
     )
-    scores = [trainer.step()["reward/process/step_score"] for _ in range(12)]
-    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.15
+    scores = [trainer.step()["reward/process/step_score"] for _ in range(25)]
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.3
