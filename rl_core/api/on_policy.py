@@ -250,7 +250,7 @@ def policy_gradient(
         scorer=scorer,
         step_scorer=step_scorer,
         functions=functions,
-        evaluator=_build_validator(policy, environment, settings, seed, functions),
+        evaluator=_build_validator(policy, environment, settings, seed, functions, step_scorer),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
@@ -445,6 +445,7 @@ def _build_validator(
     settings: PolicySettings,
     seed: int,
     functions: Mapping[str, RewardFunction],
+    step_scorer: StepScorer | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """Build the evaluator of the loop; None if the settings ask for none."""
     if not settings.eval_every:
@@ -468,7 +469,12 @@ def _build_validator(
     rewards = None
     if functions:
         rewards = build_rewards(
-            environment, settings.rewards, options=settings.reward_options, functions=functions
+            environment,
+            settings.rewards,
+            options=settings.reward_options,
+            functions=functions,
+            step_scorer=step_scorer,
+            decode=policy.renderer.action_text,
         )
     return build_validator(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 

@@ -22,7 +22,7 @@ _FIND_DOC = (
     "where the answer is in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
     "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that occurs, else whole"
 )
-# Stands for the reader of scores in `rewards.judge_replies`, which reads more than the pattern says.
+# Stands for the reader of scores in `rewards.judges.replies`, which reads more than the pattern says.
 DEFAULT_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
 _COLUMN_DOC = "column of the right answer; default: the environment's target"
 

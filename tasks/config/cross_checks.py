@@ -561,11 +561,13 @@ def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_F
             yield _build_finding(
                 reward_key, str(error).partition(": ")[2] or str(error), options_key
             )
-    if settings.stages.evaluate is not None and "learned" in settings.stages.evaluate.rewards:
-        yield _build_finding(
-            ("stages", "evaluate", "rewards", "learned"),
-            "the reward model scores only during policy training; name a verifier or a function here",
-        )
+    evaluated = settings.stages.evaluate.rewards if settings.stages.evaluate is not None else {}
+    for name in ("learned", "process"):
+        if name in evaluated:
+            yield _build_finding(
+                ("stages", "evaluate", "rewards", name),
+                "is scored only during policy training; name a verifier or a function here",
+            )
     if policy is None:
         return
     key: Key = (*POLICY_KEY, "rewards")

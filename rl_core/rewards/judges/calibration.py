@@ -147,7 +147,7 @@ def measure_judge_agreement(judge: JudgeReward, pairs: Sequence[LabelledPair]) -
     """
     samples = [sample for pair in pairs for sample in (pair.first, pair.second)]
     scores = judge.judge_samples(samples, [2] * len(pairs))
-    bias = {
+    bias: dict[str, float] = {
         name: judge.metrics[name]
         for name in ("first_rate", "tie_rate", "contradiction_rate")
         if name in judge.metrics

@@ -253,7 +253,7 @@ class ReplayBuffer:
             parts = _split_by_lengths(state["token_advantages"], state["lengths"])
             has_them = state["has_token_advantages"]
             by_token = [part if has else None for part, has in zip(parts, has_them, strict=True)]
-        no_steps = [[] for _ in rows]
+        no_steps: list[list[Any]] = [[] for _ in rows]
         steps = state.get("steps", no_steps)
         step_rewards = state.get("step_rewards", [(0.0, 0.0)] * len(rows))
         samples = iter(

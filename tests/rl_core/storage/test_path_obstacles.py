@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_core.rewards.model_components import JudgeReward
+from rl_core.rewards.judges.judge_reward import JudgeReward
 from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.settings import JudgeSettings
 from rl_core.storage import atomic_files
