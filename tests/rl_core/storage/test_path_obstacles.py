@@ -172,4 +172,4 @@ def test_a_user_without_a_home_gets_a_remedy(monkeypatch, tmp_path):
         JudgeReward(settings)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolve_cache_folder("judgements") == tmp_path / "posttrain" / "judgements"
-    assert JudgeReward(settings)._folder == tmp_path / "posttrain" / "judgements"
+    assert JudgeReward(settings).client.cache.folder == tmp_path / "posttrain" / "judgements"
