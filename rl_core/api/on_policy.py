@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,6 @@ from rl_core.models import causal_lm, heads
 from rl_core.models.lora import is_fresh_adapter
 from rl_core.references.pool import get_frozen_models
 from rl_core.rewards.mixture_rewards import build_rewards
-from rl_core.rewards.model_components import Scorer
-from rl_core.rewards.process_reward import StepScorer
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, build_combined_record
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.rollouts.episode_sequence import EpisodeRequest
@@ -214,12 +212,11 @@ def policy_gradient(
         advantages: your advantage estimator, which replaces the comparison of rewards; likewise.
         settings: every option of the algorithm, of the optimizer and of the loop.
         heldout_prompts: rows for validation (`settings.eval_every`); an environment has its own held-out episodes.
-        system: a system message before every prompt.
+        system: a system message before every prompt. seed: of everything random.
         reward_model: folder of a reward model, for the component "learned", or of one of steps, for "process".
         output: folder of metrics, rewards and checkpoints; a stopped run resumes there. None = nothing is written.
         tracker: where else metrics go (see `rl_core.trackers`): "terminal", "mlflow:URI", a tracker, or several.
         callbacks: called after every iteration and evaluation (see `rl_core.TrainingEvent`).
-        seed: of everything random.
     Raises: SettingsError, DataError, CheckpointError, before anything is played.
     """
     settings = resolve_settings(settings, PolicySettings)
@@ -235,22 +232,16 @@ def policy_gradient(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     recent, reference = _build_recent_rollouts(folder), _load_reference(model, policy, settings)
-    scorer = step_scorer = None
-    if reward_model is not None:
-        used = {
-            name for _, part in list_rewarded_parts(environment, settings.rewards) for name in part
-        }
-        scorer, step_scorer = _load_scorers(reward_model, policy, used)
+    scorers = _load_scorers(reward_model, policy, environment, settings)
     recipe = build_policy_gradient_recipe(
         policy,
         reference,
         environment,
         settings,
         seed,
-        scorer=scorer,
-        step_scorer=step_scorer,
+        **scorers,
         functions=functions,
-        evaluator=_build_validator(policy, environment, settings, seed, functions, step_scorer),
+        evaluator=_build_validator(policy, environment, settings, seed, functions, scorers),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
@@ -413,12 +404,14 @@ def _load_reference(
 
 
 def _load_scorers(
-    folder: str | Path, policy: Policy, rewards: Collection[str]
-) -> tuple[Scorer | None, StepScorer | None]:
-    """Load the reward model in a folder as a scorer of token rows (`learned`), and of their steps (`process`).
+    folder: str | Path | None, policy: Policy, environment: Environment, settings: PolicySettings
+) -> dict[str, Any]:
+    """Load the reward model in a folder, if any, as `scorer` of token rows and `step_scorer` of steps, where used.
 
     Raises: SettingsError for another tokenizer, or a model that was not trained on steps.
     """
+    if folder is None:
+        return {}
     subfolder = Path(folder) / "model"
     source = subfolder if subfolder.is_dir() else folder
     settings = select_device_settings(policy)
@@ -427,16 +420,18 @@ def _load_scorers(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
     model = get_frozen_models().load_model(source, settings, kind="reward_model")
-    step_scorer = None
-    if "process" in rewards:
+    scorers: dict[str, Any] = {}
+    used = {n for _, part in list_rewarded_parts(environment, settings.rewards) for n in part}
+    if "process" in used:
         if not heads.scores_steps(model):
             raise SettingsError(
                 f"reward_model: {folder} scores whole completions; the component process needs one that was trained "
                 "with `loss: process`"
             )
-        step_scorer = functools.partial(heads.score_steps, model)
-    scorer = functools.partial(heads.score_rows, model) if "learned" in rewards else None
-    return scorer, step_scorer
+        scorers["step_scorer"] = functools.partial(heads.score_steps, model)
+    if "learned" in used:
+        scorers["scorer"] = functools.partial(heads.score_rows, model)
+    return scorers
 
 
 def _build_validator(
@@ -445,7 +440,7 @@ def _build_validator(
     settings: PolicySettings,
     seed: int,
     functions: Mapping[str, RewardFunction],
-    step_scorer: StepScorer | None = None,
+    scorers: Mapping[str, Any] | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """Build the evaluator of the loop; None if the settings ask for none."""
     if not settings.eval_every:
@@ -473,8 +468,8 @@ def _build_validator(
             settings.rewards,
             options=settings.reward_options,
             functions=functions,
-            step_scorer=step_scorer,
             decode=policy.renderer.action_text,
+            **(scorers or {}),
         )
     return build_validator(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 

@@ -566,7 +566,7 @@ def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_F
         if name in evaluated:
             yield _build_finding(
                 ("stages", "evaluate", "rewards", name),
-                "is scored only during policy training; name a verifier or a function here",
+                "scores only during policy training; name a verifier or a function here",
             )
     if policy is None:
         return
