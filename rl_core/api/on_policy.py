@@ -414,12 +414,12 @@ def _load_scorers(
         return {}
     subfolder = Path(folder) / "model"
     source = subfolder if subfolder.is_dir() else folder
-    settings = select_device_settings(policy)
-    if causal_lm.load_tokenizer(source, settings).get_vocab() != policy.tokenizer.get_vocab():
+    device = select_device_settings(policy)
+    if causal_lm.load_tokenizer(source, device).get_vocab() != policy.tokenizer.get_vocab():
         raise SettingsError(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
-    model = get_frozen_models().load_model(source, settings, kind="reward_model")
+    model = get_frozen_models().load_model(source, device, kind="reward_model")
     scorers: dict[str, Any] = {}
     used = {n for _, part in list_rewarded_parts(environment, settings.rewards) for n in part}
     if "process" in used:

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/process_rewards.py --output DIR [--seeds 3] [--iterations 60] [--arms outcome,mean,...]
 
-The task is a chain of sums modulo 10, `4 + 7 + 2 + 9 + 5 =`, answered with one running sum a line. The policy (nano
+The task is a chain of sums modulo 10, `2 + 0 + 2 + 1 + 2 + 0 =`, answered with one running sum a line. The policy (nano
 preset) starts from SFT on chains in which each line is wrong with probability 0.25, so that few of its chains are right
 to the end. A verifier scores each line: 1 if it follows from the line before and the question. `outcome` rewards the
 last line alone; the other arms add the process reward with an aggregate, `ppo` arms use a critic. `prm` scores lines
@@ -42,7 +42,7 @@ ARMS = {  # name -> algorithm, aggregate (None = outcome alone), reward model
 
 def build_chain(seed):
     """Return the question and the right lines."""
-    numbers = random.Random(seed).choices(range(10), k=LENGTH)
+    numbers = random.Random(seed).choices(range(3), k=LENGTH)
     sums = [sum(numbers[: count + 1]) % 10 for count in range(1, LENGTH)]
     return " + ".join(map(str, numbers)) + " =", [str(value) for value in sums]
 
@@ -94,11 +94,11 @@ def train_start(folder):
 
     target = folder / "sft"
     if not target.is_dir():
-        rows = [write_demonstration(seed) for seed in range(6000)]
+        rows = [write_demonstration(seed) for seed in range(4000)]
         texts = [f"{row['prompt']} {row['completion']}" for row in rows[:200]]
         settings = {"preset": "nano", "vocab_size": 300, "context": 96, "device": "cpu"}
         policy = rl_core.create_policy(texts, settings)
-        options = {"epochs": 6, "batch_size": 64, "learning_rate": 3e-3, "eval_every": 0}
+        options = {"epochs": 12, "batch_size": 32, "learning_rate": 3e-3, "eval_every": 0}
         rl_core.sft(policy, rows, heldout=0.05, settings={**options, "patience": None}).run()
         policy.save(target)
     return target
