@@ -100,6 +100,7 @@ if TYPE_CHECKING:
         read_trajectories,
         trajectory_frame,
     )
+    from rl_core.rewards.judges.calibration import JudgeCalibration, calibrate_judge
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.rewards.user_function import RewardFunction
     from rl_core.settings import (
@@ -118,6 +119,7 @@ if TYPE_CHECKING:
         ExportSettings,
         FormatSettings,
         GgufSettings,
+        JudgeCriterion,
         JudgeSettings,
         KLBandSettings,
         LaunchSettings,
@@ -144,6 +146,7 @@ if TYPE_CHECKING:
         OptimizerSettings,
         PolicySettings,
         PreferenceSettings,
+        ProcessRewardSettings,
         RatingSettings,
         ReferenceSettings,
         RegexSettings,
@@ -248,6 +251,7 @@ __all__ = [
     "PolicySettings",
     "PosttrainError",
     "PreferenceSettings",
+    "ProcessRewardSettings",
     "Prompts",
     "RecordsError",
     "RatingSettings",
@@ -310,6 +314,7 @@ __all__ = [
     "Turn",
     "WorkerFailed",
     "analyze",
+    "calibrate_judge",
     "compare",
     "create_policy",
     "distill",
@@ -335,6 +340,8 @@ __all__ = [
     "trajectory_frame",
     "CodeSettings",
     "ExactSettings",
+    "JudgeCalibration",
+    "JudgeCriterion",
     "JudgeSettings",
     "KLBandSettings",
     "MathSettings",
@@ -387,16 +394,17 @@ _PUBLIC_NAMES = {
         "iter_metrics iter_rewards plot_metrics read_analysis read_history read_metrics read_rewards "
         "read_trajectories trajectory_frame"
     ),
+    "rl_core.rewards.judges.calibration": "JudgeCalibration calibrate_judge",
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (
         "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
         "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition ExportSettings "
         "FormatSettings GgufSettings "
-        "JudgeSettings KLBandSettings LaunchSettings LearningRateControlSettings "
+        "JudgeCriterion JudgeSettings KLBandSettings LaunchSettings LearningRateControlSettings "
         "LengthSettings LoopSettings LoraSettings MathSettings MetricCondition MixedEnvironmentSettings ModelSettings "
         "NetworkSettings NumericSettings "
         "NumericsGateSettings "
-        "OptimizerSettings PolicySettings PreferenceSettings RegexSettings "
+        "OptimizerSettings PolicySettings PreferenceSettings ProcessRewardSettings RegexSettings "
         "RatingSettings ReferenceSettings ReplaySettings RewardModelSettings RewardSettings RollbackSettings "
         "RolloutServerSettings RolloutSettings SFTSettings "
         "RoleBaselineSettings SamplingSettings SelfPlaySettings SelfTeacherSettings "

@@ -409,6 +409,7 @@ def post_with_retries(
     parse_response: Callable[[Any], T],
     headers: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
+    before_attempt: Callable[[], None] | None = None,
 ) -> T:
     """Send a POST of JSON and return the parsed response.
 
@@ -416,6 +417,7 @@ def post_with_retries(
         parse_response: takes the decoded response; raises ValueError, KeyError, IndexError or TypeError for one that
             is worth a retry.
         stop: if set, stop retrying.
+        before_attempt: called before each attempt; what it raises ends the request.
     Raises: BackendError after the last attempt, or immediately for a request that the server refuses.
     """
     stop, problem = stop or threading.Event(), "nothing was sent"
@@ -423,6 +425,8 @@ def post_with_retries(
     while attempts <= limits.retries and not stop.is_set():
         attempts += 1
         wait_s = 0.0
+        if before_attempt is not None:
+            before_attempt()
         try:
             return parse_response(
                 fetch_json(url, body, timeout_s=limits.timeout_s, headers=headers)
@@ -460,6 +464,7 @@ def post_adapted(
     parse_response: Callable[[Any], T],
     headers: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
+    before_attempt: Callable[[], None] | None = None,
 ) -> T:
     """Send a chat completion without the parameters that its model does not take; see `post_with_retries`.
 
@@ -479,6 +484,7 @@ def post_adapted(
                 parse_response=parse_response,
                 headers=headers,
                 stop=stop,
+                before_attempt=before_attempt,
             )
         except BackendError as error:
             named = _find_refused_parameters(error, body) - refused

@@ -11,7 +11,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
 
 if TYPE_CHECKING:  # importing torch takes seconds, and many commands do not need it
     import torch
@@ -192,6 +192,8 @@ class Rollout:
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     # before the first action, as rendered into prompt_ids; [] = unknown (an agent's episodes, recorded ones)
     messages: list[Message] = field(default_factory=list)
+    # (index of its last token in completion_ids, score) of each step, set by the reward `process`
+    step_scores: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def temperature(self) -> float:
@@ -216,6 +218,28 @@ class Rollout:
             if True in self.loss_mask[start:]:
                 num_repeated += self.loss_mask.index(True, start) - start
         return len(self.completion_ids) - num_repeated
+
+    def list_turn_tokens(self) -> list[range]:
+        """Return the tokens of each turn's action, as indices of the completion; empty for a turn without loss.
+
+        Raises: DataError if the sampled tokens are not those of the turns.
+        """
+        turns = self.trajectory.turns
+        sampled = [index for index, counts in enumerate(self.loss_mask) if counts]
+        if len(sampled) != sum(turn.num_tokens for turn in turns if turn.is_trained):
+            raise DataError(
+                f"an episode of {self.trajectory.environment} has {len(sampled)} sampled tokens, but its turns do not "
+                "sum to them; it was recorded without the tokens of each turn"
+            )
+        num_used = 0
+        tokens: list[range] = []
+        for turn in turns:
+            start = stop = 0
+            if turn.is_trained and turn.num_tokens:
+                start, stop = sampled[num_used], sampled[num_used + turn.num_tokens - 1] + 1
+                num_used += turn.num_tokens
+            tokens.append(range(start, stop))
+        return tokens
 
     @property
     def positions(self) -> list[int]:

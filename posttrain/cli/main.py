@@ -100,6 +100,8 @@ COMMAND_GROUPS: dict[str, dict[str, str]] = {
 }
 SUBCOMMANDS: dict[str, dict[str, str]] = {
     "check": {
+        "judge": "ask the judge of a configuration about human labels and print its agreement; exits with 1 below "
+        "min_agreement",
         "machine": "check versions, devices, stores and folders; exits with 1 if a requirement is missing",
         "plan": "estimate memory, work and hours of each stage; with --simulate, simulate rollout workers or a cluster",
         "profile": "profile a few iterations of a training stage by phase",
@@ -130,6 +132,7 @@ _FEW_FILES = (
     "convert",
     "data",
     "validate",
+    "check judge",
     "check plan",
     "check machine",
     "runs",

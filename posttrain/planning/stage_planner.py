@@ -191,7 +191,7 @@ class StagePlanner:
 
     @staticmethod
     def _is_single_sided(block: SFTSettings | PreferenceSettings | RewardModelSettings) -> bool:
-        return isinstance(block, RewardModelSettings) and block.loss == "mse"
+        return isinstance(block, RewardModelSettings) and block.loss != "bradley_terry"
 
     def plan_policy(self, block: PolicySettings) -> StagePlan:
         """Plan rollouts, passes without gradient, and epochs x minibatches of updates."""
@@ -277,7 +277,7 @@ class StagePlanner:
         needs_old = updates > 1 or block.kl_max is not None
         if needs_old and (block.minibatches > 1 or block.kl_max is not None or self.processes > 1):
             work += estimate_scoring_work(shape, rows=count, **sizes)
-        if "learned" in block.rewards:
+        if block.uses_reward_model:
             work += estimate_scoring_work(trunk, rows=count, **sizes)
         critic = block.value_function
         if critic is not None:
@@ -316,7 +316,7 @@ class StagePlanner:
             sizes["reference model"] = estimate_frozen_bytes(
                 self.model.policy, self.placement.item, precision
             )
-        if "learned" in block.rewards:
+        if block.uses_reward_model:
             sizes["reward model"] = estimate_frozen_bytes(self.model.trunk, self.placement.item)
         if block.is_taught:
             self.notes.append("the teacher's memory and passes are not counted")

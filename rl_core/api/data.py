@@ -227,7 +227,7 @@ def load_preference_pairs(
     heldout_split = PreferenceSplit.from_rows(
         split.heldout.sequences, split.heldout.rows, use, "held-out"
     )
-    train, heldout_pairs = build_pair_rows(train_split, heldout_split, use, seed)
+    train, heldout_pairs = build_pair_rows(train_split, heldout_split, use, seed, renderer)
     return DataSplit(train, heldout_pairs, split.digest)
 
 

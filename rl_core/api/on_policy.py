@@ -56,7 +56,6 @@ from rl_core.models import causal_lm, heads
 from rl_core.models.lora import is_fresh_adapter
 from rl_core.references.pool import get_frozen_models
 from rl_core.rewards.mixture_rewards import build_rewards
-from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, build_combined_record
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.rollouts.episode_sequence import EpisodeRequest
@@ -213,12 +212,11 @@ def policy_gradient(
         advantages: your advantage estimator, which replaces the comparison of rewards; likewise.
         settings: every option of the algorithm, of the optimizer and of the loop.
         heldout_prompts: rows for validation (`settings.eval_every`); an environment has its own held-out episodes.
-        system: a system message before every prompt.
-        reward_model: folder of a reward model, for the component "learned".
+        system: a system message before every prompt. seed: of everything random.
+        reward_model: folder of a reward model, for the component "learned", or of one of steps, for "process".
         output: folder of metrics, rewards and checkpoints; a stopped run resumes there. None = nothing is written.
         tracker: where else metrics go (see `rl_core.trackers`): "terminal", "mlflow:URI", a tracker, or several.
         callbacks: called after every iteration and evaluation (see `rl_core.TrainingEvent`).
-        seed: of everything random.
     Raises: SettingsError, DataError, CheckpointError, before anything is played.
     """
     settings = resolve_settings(settings, PolicySettings)
@@ -234,15 +232,16 @@ def policy_gradient(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = resolve_output_folder(output)
     recent, reference = _build_recent_rollouts(folder), _load_reference(model, policy, settings)
+    scorers = _load_scorers(reward_model, policy, environment, settings)
     recipe = build_policy_gradient_recipe(
         policy,
         reference,
         environment,
         settings,
         seed,
-        scorer=_load_scorer(reward_model, policy) if reward_model is not None else None,
+        **scorers,
         functions=functions,
-        evaluator=_build_validator(policy, environment, settings, seed, functions),
+        evaluator=_build_validator(policy, environment, settings, seed, functions, scorers),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_build_rollout_record(folder, recent),
         custom_functions=custom_functions,
@@ -356,13 +355,16 @@ def _resolve_reward_spec(
     environment: Environment,
 ) -> RewardSpec | None:
     """Return the reward's parts; None = those of the settings. Raises: SettingsError if nothing rewards anything."""
-    if reward is None and reward_model is not None and "learned" not in settings.rewards:
+    model_components = {"learned", "process"}
+    if reward is None and reward_model is not None and not model_components & set(settings.rewards):
         reward = "learned"
     spec = parse_reward(reward) if reward is not None else None
     weights = spec.weights if spec is not None else settings.rewards
     rewarded = list_rewarded_parts(environment, weights)
-    if reward_model is not None and not any("learned" in used for _, used in rewarded):
-        raise SettingsError('reward_model: the reward does not use it; add the component "learned"')
+    if reward_model is not None and not any(model_components & set(used) for _, used in rewarded):
+        raise SettingsError(
+            'reward_model: the reward does not use it; add the component "learned", or "process" for one of steps'
+        )
     if reward_model is None and any(used.get("learned") for _, used in rewarded):
         raise SettingsError('reward: the component "learned" needs reward_model=FOLDER')
     for part, used in rewarded:
@@ -401,17 +403,35 @@ def _load_reference(
     return copy.deepcopy(policy.model)
 
 
-def _load_scorer(folder: str | Path, policy: Policy) -> Scorer:
-    """Load a scorer of token rows with the reward model in a folder. Raises: SettingsError for another tokenizer."""
+def _load_scorers(
+    folder: str | Path | None, policy: Policy, environment: Environment, settings: PolicySettings
+) -> dict[str, Any]:
+    """Load the reward model in a folder, if any, as `scorer` of token rows and `step_scorer` of steps, where used.
+
+    Raises: SettingsError for another tokenizer, or a model that was not trained on steps.
+    """
+    if folder is None:
+        return {}
     subfolder = Path(folder) / "model"
     source = subfolder if subfolder.is_dir() else folder
-    settings = select_device_settings(policy)
-    if causal_lm.load_tokenizer(source, settings).get_vocab() != policy.tokenizer.get_vocab():
+    device = select_device_settings(policy)
+    if causal_lm.load_tokenizer(source, device).get_vocab() != policy.tokenizer.get_vocab():
         raise SettingsError(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
         )
-    model = get_frozen_models().load_model(source, settings, kind="reward_model")
-    return functools.partial(heads.score_rows, model)
+    model = get_frozen_models().load_model(source, device, kind="reward_model")
+    scorers: dict[str, Any] = {}
+    used = {n for _, part in list_rewarded_parts(environment, settings.rewards) for n in part}
+    if "process" in used:
+        if not heads.scores_steps(model):
+            raise SettingsError(
+                f"reward_model: {folder} scores whole completions; the component process needs one that was trained "
+                "with `loss: process`"
+            )
+        scorers["step_scorer"] = functools.partial(heads.score_steps, model)
+    if "learned" in used:
+        scorers["scorer"] = functools.partial(heads.score_rows, model)
+    return scorers
 
 
 def _build_validator(
@@ -420,6 +440,7 @@ def _build_validator(
     settings: PolicySettings,
     seed: int,
     functions: Mapping[str, RewardFunction],
+    scorers: Mapping[str, Any] | None = None,
 ) -> Callable[[], dict[str, float]] | None:
     """Build the evaluator of the loop; None if the settings ask for none."""
     if not settings.eval_every:
@@ -443,7 +464,12 @@ def _build_validator(
     rewards = None
     if functions:
         rewards = build_rewards(
-            environment, settings.rewards, options=settings.reward_options, functions=functions
+            environment,
+            settings.rewards,
+            options=settings.reward_options,
+            functions=functions,
+            decode=policy.renderer.action_text,
+            **(scorers or {}),
         )
     return build_validator(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 

@@ -34,7 +34,11 @@ from rl_core.settings import (
 )
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.preference import PreferenceTrainer
-from rl_core.trainers.reward_model import RewardModelTrainer, RewardRegressionTrainer
+from rl_core.trainers.reward_model import (
+    RewardModelTrainer,
+    RewardRegressionTrainer,
+    StepRewardTrainer,
+)
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback, Trainer
 
@@ -161,13 +165,14 @@ def reward_model(
     tracker: TrackerSource = None,
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
-) -> Training[RewardModelTrainer | RewardRegressionTrainer]:
+) -> Training[RewardModelTrainer | RewardRegressionTrainer | StepRewardTrainer]:
     """Train a reward model on preference pairs or scores: `model` with a new scalar head, every weight trained.
 
     Args:
         data: rows {"prompt", "chosen", "rejected"}: a JSONL, CSV or Parquet file, or a list. A `margin` (at least 0) is
             subtracted from the difference of the scores before the sigmoid; `tie: true` says that neither side is
-            better. With `settings.loss` "mse": rows {"prompt", "completion", "score"}.
+            better. With `settings.loss` "mse": rows {"prompt", "completion", "score"}; with "process": rows {"prompt",
+            "completions": steps, "labels": true or false for each}.
         others: as in `sft`. A loaded model is copied, not changed.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """

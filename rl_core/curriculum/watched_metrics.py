@@ -87,7 +87,14 @@ COMPONENT_METRICS: dict[str, dict[str, MetricRange]] = {
     "learned": {"score": _ANY_RANGE, "running_mean": _ANY_RANGE, "running_std": _COUNT_RANGE},
     "format": {"malformed_turns": _COUNT_RANGE, "perfect": _SHARE_RANGE, "timed_out": _COUNT_RANGE},
     "length": {"tokens": _COUNT_RANGE, "punished": _SHARE_RANGE},
-    "judge": {"asked": _COUNT_RANGE, "cached": _COUNT_RANGE, "failed": _COUNT_RANGE},
+    "judge": {
+        **dict.fromkeys(("asked", "cached", "failed", "failed_requests", "calls"), _COUNT_RANGE),
+        **dict.fromkeys(("first_rate", "tie_rate", "contradiction_rate"), _SHARE_RANGE),
+        **dict.fromkeys(("agreement", "agreement_low", "agreement_high"), _SHARE_RANGE),
+        "kappa": (-1.0, 1.0),
+        "labelled_pairs": _COUNT_RANGE,
+    },
+    "process": {"steps": _COUNT_RANGE, "step_score": _ANY_RANGE, "first_low": _SHARE_RANGE},
     **{
         verifier: {"right": _SHARE_RANGE, "timed_out": _COUNT_RANGE, "failed": _COUNT_RANGE}
         for verifier in ("exact", "numeric", "regex", "math", "code")
@@ -223,6 +230,11 @@ _CONDITIONAL_METRICS = (
         "turn_credit",
     ),
     _ConditionalMetrics(
+        {"train/process_advantages_std": _COUNT_RANGE},
+        lambda s: s.uses_step_credit and s.value_function is None,
+        "the reward process with reward_options.process.credit: steps, without a critic",
+    ),
+    _ConditionalMetrics(
         {
             "train/payoff_by_player/0": _ANY_RANGE,
             "train/payoff_by_player/1": _ANY_RANGE,
@@ -269,8 +281,8 @@ _CONDITIONAL_METRICS = (
     ),
     _ConditionalMetrics(
         {"reward/masked_rate": _SHARE_RANGE},
-        lambda s: any(":" in name or name == "judge" for name in s.rewards),
-        "a custom reward function, or the judge",
+        lambda s: any(":" in name or name in ("judge", "process") for name in s.rewards),
+        "a custom reward function, the judge or process",
     ),
     _ConditionalMetrics(
         {"train/replayed_rollouts": _COUNT_RANGE}, lambda s: s.replay is not None, "replay"
@@ -321,6 +333,8 @@ def _list_open_prefixes(settings: PolicySettings) -> dict[str, MetricRange]:
     ranges |= {
         f"reward/{name.replace(':', '.')}/": _ANY_RANGE for name in settings.rewards if ":" in name
     }
+    if settings.reward_options.judge.mode == "rubric":
+        ranges["reward/judge/criterion/"] = _SHARE_RANGE
     if settings.advantages is not None:
         ranges["train/advantages/"] = _ANY_RANGE
     if settings.loss is not None:

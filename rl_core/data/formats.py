@@ -3,7 +3,6 @@
 A format is recognised row by row, by columns that are not null. A row that fits none is refused with its columns and a
 line of jq that renames them. `validate_...` check rows one by one: they return the columns that are used, or raise
 BadRow.
-`explain_misfit` says which losses can use a preference row.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from rl_core.data.messages import (
     wrap_in_list,
 )
 from rl_core.data.recorded_rows import RECORDED, RECORDED_COLUMNS, validate_recorded_row
+from rl_core.data.text_steps import validate_labelled_steps
 
 _SYSTEM_COLUMNS = ("system_prompt", "system", "system_message")
 _QUESTION_COLUMNS = (
@@ -181,6 +181,12 @@ _PREFERENCES = (
         ("prompt", "completion", "score"),
         ("tools",),
         ("prompt", "completion"),
+    ),
+    RowFormat(
+        "stepwise supervision",
+        ("prompt", "completions", "labels"),
+        ("step_separator",),
+        ("completions", "labels"),
     ),
 )
 _FORMATS: dict[str, tuple[RowFormat, ...]] = {
@@ -446,30 +452,6 @@ _CONVERSIONS: dict[str, Callable[[RawRow], RawRow]] = {
 }
 
 
-USES_WITH_TIES = ("reward_model", "dpo", "ipo")  # uses of preferences that have a model of ties
-_ROWS_NEEDED = {
-    "reward_regression": "scores",
-    "kto": "labels",
-}  # rows that a use needs; others: pairs
-
-
-def explain_misfit(row: Mapping[str, Any], use: str) -> str:
-    """Return why a loss ("dpo", ..., "reward_model") cannot use a preference row; "" = it can."""
-    if use != "kto" and "label" in row:
-        return f"has a label, which only the loss kto takes; {use} needs {_ROWS_NEEDED.get(use, 'pairs')}"
-    if ("score" in row) != (use == "reward_regression"):
-        if "score" in row:
-            needed = _ROWS_NEEDED.get(use, "pairs")
-            return f"has a score, which only a reward model with `loss: mse` takes; {use} needs {needed}"
-        return "has no score; a reward model with `loss: mse` needs prompt, completion and score"
-    if row.get("tie") and use not in USES_WITH_TIES:
-        uses = ", ".join(USES_WITH_TIES)
-        return f"is a tie, which only {uses} learn from, not {use}; leave out rows with `tie: true`"
-    if use != "reward_model" and "margin" in row:
-        return f"margin: only a reward model takes margins, not the loss {use}"
-    return ""
-
-
 Row = dict[str, Any]
 
 OPTIONAL_COLUMNS = ("level", "kind", "seed")
@@ -575,6 +557,12 @@ def _read_tie(row: Row) -> Row:
 def validate_preference(row: Row) -> Row:
     """Return a pair, or a labelled or scored completion, of any format."""
     row = convert_preference(row)
+    if isinstance(row.get("completions"), list) and isinstance(row.get("labels"), list):
+        return {
+            "prompt": _read_text_or_messages(row, "prompt"),
+            **validate_labelled_steps(row),
+            **read_optional_columns(row),
+        }
     if (
         row.get("chosen") is None
         and row.get("rejected") is None

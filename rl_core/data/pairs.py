@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.formats import explain_misfit
+from rl_core.data.row_uses import explain_misfit
+from rl_core.data.text_steps import find_completing_tokens
 from rl_core.data.training_sequences import TokenRows
 from rl_core.errors import DataError
 from rl_core.types import Message, Rollout, RolloutGroup
@@ -47,6 +48,8 @@ class PreferencePair:
     # completion of another prompt, for KTO's reference point.
     desirable: bool | None = None
     score: float | None = None  # of `chosen`; `rejected` is the same. None = a pair
+    # (index of its last token in the sequence, label) of each step of `chosen`; `rejected` is the same. () = a pair
+    steps: tuple[tuple[int, float], ...] = ()
 
     @property
     def chosen_ids(self) -> list[int]:
@@ -210,7 +213,9 @@ def _truncate_side(side: PairSide, max_tokens: int | None) -> PairSide:
     return PairSide(side.prompt_ids, side.completion_ids[:room], side.loss_mask[:room])
 
 
-PreferenceUse = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "reward_regression"]
+PreferenceUse = Literal[
+    "dpo", "ipo", "simpo", "orpo", "kto", "reward_model", "reward_regression", "process_reward"
+]
 
 
 class PreferencePairRows(Sequence[PreferencePair]):
@@ -225,6 +230,7 @@ class PreferencePairRows(Sequence[PreferencePair]):
         desirable: Sequence[bool] | None = None,
         ties: Sequence[int] | None = None,
         scores: Sequence[float] | None = None,
+        steps: Sequence[tuple[tuple[int, float], ...]] | None = None,
     ) -> None:
         """`chosen`, `rejected`: place of each side of each pair.
 
@@ -234,8 +240,9 @@ class PreferencePairRows(Sequence[PreferencePair]):
                 taken, after the same prompt. None = preferences.
             ties: 1 for each pair of which neither side is better; None = all are ordered.
             scores: of each completion, for regression; `chosen` and `rejected` are both that completion.
+            steps: of each completion, for a reward model of steps; likewise.
         """
-        self._ties, self._scores = ties, scores
+        self._ties, self._scores, self._steps = ties, scores, steps
         self._sides, self._chosen, self._rejected = sides, chosen, rejected
         self._margins, self._desirable = margins, desirable
 
@@ -255,6 +262,8 @@ class PreferencePairRows(Sequence[PreferencePair]):
             read_side(self._sides, self._rejected[place]),
         )
         margin = 0.0 if self._margins is None else self._margins[place]
+        if self._steps is not None:
+            return PreferencePair(chosen, chosen, steps=self._steps[place])
         if self._scores is not None:
             return PreferencePair(chosen, chosen, score=self._scores[place])
         if self._desirable is None:
@@ -279,6 +288,8 @@ class PreferenceSplit:
     labels: bytearray = field(default_factory=bytearray)  # of each side; chosen = 1
     ties: bytearray = field(default_factory=bytearray)  # of each row; 1 = neither side is better
     scores: array[float] = field(default_factory=lambda: array("d"))  # of each row that has one
+    # (characters of the completion up to its end, label) of each step, of each row that has labels of steps
+    steps: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @classmethod
     def from_rows(
@@ -295,6 +306,8 @@ class PreferenceSplit:
             part.ties.append(bool(row.get("tie")))
             if "score" in row:
                 part.scores.append(row["score"])
+            if "step_ends" in row:
+                part.steps.append(list(zip(row["step_ends"], row["step_labels"], strict=True)))
             part.labels.extend([row.get("label", 1)] if "completion" in row else [1, 0])
         if len(part.labels) != len(sides):
             raise DataError(
@@ -304,12 +317,21 @@ class PreferenceSplit:
 
 
 def build_pair_rows(
-    train: PreferenceSplit, heldout: PreferenceSplit, use: PreferenceUse, seed: int
+    train: PreferenceSplit,
+    heldout: PreferenceSplit,
+    use: PreferenceUse,
+    seed: int,
+    renderer: ChatRenderer | None = None,
 ) -> tuple[PreferencePairRows, PreferencePairRows]:
     """Return a loss's pairs: `kto` takes each completion with its label, regression with its score, others pairs.
 
+    Args:
+        renderer: whose tokenizer the sides have; needed for the ends of steps.
     Raises: DataError for `kto` where all rows have the same prompt.
     """
+    if use == "process_reward":
+        assert renderer is not None
+        return _build_stepwise_rows(train, renderer), _build_stepwise_rows(heldout, renderer)
     if use == "reward_regression":
         return _build_scored_pairs(train), _build_scored_pairs(heldout)
     if use != "kto":
@@ -332,6 +354,31 @@ def build_pair_rows(
 def _build_scored_pairs(part: PreferenceSplit) -> PreferencePairRows:
     places = np.arange(len(part.sides))
     return PreferencePairRows(part.sides, places, places, scores=part.scores)
+
+
+def _build_stepwise_rows(part: PreferenceSplit, renderer: ChatRenderer) -> PreferencePairRows:
+    """Find the last token of each step. Steps beyond a cut are left out. Raises: DataError for a row without one."""
+    steps: list[tuple[tuple[int, float], ...]] = []
+    for place, row_steps in enumerate(part.steps):
+        side = read_side(part.sides, place)
+        num_characters = len(renderer.action_text(side.completion_ids))
+        complete = [step for step in row_steps if step[0] <= num_characters]
+        if not complete:
+            raise DataError(
+                f"row {place + 1}: no complete step is among its first {len(side.ids)} tokens"
+            )
+        ends = find_completing_tokens(
+            side.completion_ids, [end for end, _ in complete], renderer.action_text
+        )
+        if len(complete) == len(
+            row_steps
+        ):  # the end of turn belongs to the last step, as in a rollout
+            ends[-1] = len(side.completion_ids) - 1
+        start = len(side.prompt_ids)
+        labels = [label for _, label in complete]
+        steps.append(tuple(zip((start + end for end in ends), labels, strict=True)))
+    places = np.arange(len(part.sides))
+    return PreferencePairRows(part.sides, places, places, steps=steps)
 
 
 def _build_labelled_pairs(

@@ -39,7 +39,6 @@ from rl_core.data.formats import (
     Row,
     RowKind,
     detect_format,
-    explain_misfit,
     find_unknown_columns,
     list_format_columns,
     read_optional_columns,
@@ -48,6 +47,7 @@ from rl_core.data.formats import (
     validate_prompt,
 )
 from rl_core.data.row_sequences import CompressedRows, select_rows
+from rl_core.data.row_uses import explain_misfit
 from rl_core.data.splits import RepeatedRows, find_repeats
 from rl_core.errors import DataError, RecordsError, SettingsError, suggest_name
 from rl_core.storage.faults import inject_fault

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # config key: {"layers", "width"} of a head with several layers
 _SHAPE_KEY = "reward_head"
+_STEPS_KEY = "scores_steps"  # config key: True = trained on labels of steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,33 @@ def compute_sequence_scores(
     return scores_B1.squeeze(-1).float()
 
 
+def compute_step_scores(
+    model: PreTrainedModel,
+    input_ids_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    positions: Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Compute scalar scores of right-padded rows at several positions of each, with gradient.
+
+    Args:
+        input_ids_BS, lengths_B: as in `compute_sequence_scores`.
+        positions: of each row, at least one, below its length.
+    Returns: float32 [N], row after row.
+    Raises: DataError if shapes differ, or a position is not a real token.
+    """
+    if len(positions) != len(lengths_B):
+        raise DataError(f"positions of {len(positions)} rows for {len(lengths_B)} rows")
+    for index, (row, length) in enumerate(zip(positions, lengths_B.tolist(), strict=True)):
+        if not len(row) or not all(0 <= position < length for position in row):
+            raise DataError(f"row {index}: positions {list(row)} must be real tokens of {length}")
+    rows_N = torch.tensor([index for index, row in enumerate(positions) for _ in row])
+    places_N = torch.tensor([position for row in positions for position in row])
+    states_NH = _read_states(model, input_ids_BS, lengths_B, rows_N, places_N)
+    head = model.get_submodule("score")
+    scores_N1: torch.Tensor = head(states_NH.to(next(head.parameters()).dtype))
+    return scores_N1.squeeze(-1).float()
+
+
 def _read_last_states(
     model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor
 ) -> torch.Tensor:
@@ -206,16 +234,30 @@ def _read_last_states(
         int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]
     ):
         raise DataError(f"lengths must be in 1..{input_ids_BS.shape[1]}, got {lengths_B.tolist()}")
+    return _read_states(
+        model, input_ids_BS, lengths_B, torch.arange(len(lengths_B)), lengths_B.cpu() - 1
+    )
+
+
+def _read_states(
+    model: PreTrainedModel,
+    input_ids_BS: torch.Tensor,
+    lengths_B: torch.Tensor,
+    rows_N: torch.Tensor,
+    places_N: torch.Tensor,
+) -> torch.Tensor:
+    """Return states [N, H] at places of rows, on the CPU, as read by one pass."""
     width = input_ids_BS.shape[1]
     positions_S = torch.arange(width, device=input_ids_BS.device)
     lengths_B1 = lengths_B.to(input_ids_BS.device, non_blocking=True)[:, None]
     batch = TrainBatch(
         input_ids_BS, positions_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool)
     )
-    last_B1 = lengths_B1 - 1
-    states = compute_prefix_states(model, batch, positions_S == last_B1)
-    row_starts_B = torch.arange(len(last_B1), device=last_B1.device) * input_ids_BS.shape[1]
-    return states.select(row_starts_B + last_B1.squeeze(1))
+    flat_N = (rows_N * width + places_N).to(input_ids_BS.device, non_blocking=True)
+    needed_BS = torch.zeros_like(input_ids_BS, dtype=torch.bool)
+    needed_BS.view(-1)[flat_N] = True
+    states = compute_prefix_states(model, batch, needed_BS)
+    return states.select(flat_N)
 
 
 @torch.no_grad()
@@ -248,6 +290,51 @@ def score_rows(
             build_score_batches(lengths, max_tokens), fill, lengths=lengths
         )
     return scores
+
+
+@torch.no_grad()
+def score_steps(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    positions: Sequence[Sequence[int]],
+    *,
+    pad_id: int | None = None,
+    max_tokens: int = 16384,
+) -> list[list[float]]:
+    """Compute the probability that each step is right, with a reward model of steps; in order.
+
+    Args:
+        positions: of the last token of each step of each row. others: as in `score_rows`.
+    Raises: as `score_rows`; DataError for a position outside its row.
+    """
+    for index, (row, places) in enumerate(zip(rows, positions, strict=True)):
+        if not len(places) or not all(0 <= place < len(row) for place in places):
+            raise DataError(f"row {index}: steps end at {list(places)} in {len(row)} tokens")
+    scores: list[list[float]] = [[] for _ in rows]
+    lengths = [len(row) for row in rows]
+
+    def fill(batch: list[int]) -> None:
+        ids_BS, lengths_B = _pad_rows(model, [rows[index] for index in batch], pad_id)
+        chosen = [positions[index] for index in batch]
+        values = compute_step_scores(model, ids_BS, lengths_B, chosen).sigmoid().tolist()
+        for index, places in zip(batch, chosen, strict=True):
+            scores[index], values = values[: len(places)], values[len(places) :]
+
+    with use_eval_mode(model):
+        MemoryFit("scoring of steps by the reward model").compute_batches(
+            build_score_batches(lengths, max_tokens), fill, lengths=lengths
+        )
+    return scores
+
+
+def mark_step_model(model: PreTrainedModel) -> None:
+    """Record in a reward model's config that it scores steps."""
+    setattr(model.config, _STEPS_KEY, True)
+
+
+def scores_steps(model: PreTrainedModel) -> bool:
+    """Return whether a reward model was trained to score steps."""
+    return bool(getattr(model.config, _STEPS_KEY, False))
 
 
 def build_score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

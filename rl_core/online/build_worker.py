@@ -33,11 +33,29 @@ from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.references.pool import get_frozen_models
 from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.model_components import Scorer
-from rl_core.settings import EnvironmentSettings, OnlineSettings, OnlineUpdateSettings
+from rl_core.settings import (
+    EnvironmentSettings,
+    OnlineSettings,
+    OnlineUpdateSettings,
+    RewardSettings,
+)
 from rl_core.settings.deprecated_keys import restore_former_names
 from rl_core.storage.manifest import digest_folder
 
 BUFFER_FOLDER, CHECKPOINTS_FOLDER, SNAPSHOTS_FOLDER = "buffer", "checkpoints", "snapshots"
+# Options of judges that checkpoints of earlier versions do not know.
+_NEW_JUDGE_OPTIONS = (
+    "mode",
+    "path",
+    "instructions",
+    "criteria",
+    "orders",
+    "opponents",
+    "max_calls",
+    "labels",
+    "min_agreement",
+    "cache_entries",
+)
 # Settings that affect neither weights nor buffer, so they may change between runs of a worker.
 _SETTINGS_OUTSIDE_FINGERPRINT = ("folder", "audit", "gate", "voting", "service")
 
@@ -71,6 +89,7 @@ def build_update_worker(
         options=settings.reward_options,
         seed=settings.seed,
     )
+    rewards.calibrate_judges()
     pad_id = policy.renderer.pad_id
     if pad_id is None:
         raise SettingsError("model.path: its tokenizer has no padding token, which batches need")
@@ -112,6 +131,17 @@ def _load_reward_scorer(folder: str, policy: Policy) -> Scorer:
     return functools.partial(heads.score_rows, model)
 
 
+def _list_reward_options(options: RewardSettings) -> dict[str, Any]:
+    """Return the options without those that earlier versions lack, where these have their defaults."""
+    values, defaults = dataclasses.asdict(options), dataclasses.asdict(RewardSettings())
+    if values["process"] == defaults["process"]:
+        del values["process"]
+    for name in _NEW_JUDGE_OPTIONS:
+        if values["judge"][name] == defaults["judge"][name]:
+            del values["judge"][name]
+    return values
+
+
 def _compute_fingerprint(settings: OnlineSettings) -> dict[str, Any]:
     """Compute digests of the settings by section and of the initial model; other checkpoints are refused."""
     excluded = {*_SETTINGS_OUTSIDE_FINGERPRINT, "model"}
@@ -122,6 +152,7 @@ def _compute_fingerprint(settings: OnlineSettings) -> dict[str, Any]:
         if name not in excluded:
             is_plain = isinstance(value, int | float | str | None)
             fingerprint[name] = value if is_plain else _digest_settings(value)
+    fingerprint["reward_options"] = _digest_settings(_list_reward_options(settings.reward_options))
     # Under the former names, so that the checkpoints of earlier versions are accepted.
     update = restore_former_names(OnlineUpdateSettings, dataclasses.asdict(settings.update))
     update.pop("optimizer_state")  # where moments are stored changes no result

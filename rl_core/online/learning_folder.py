@@ -66,6 +66,10 @@ def follow_policy_rewards(online: OnlineSettings, policy: PolicySettings | None)
     rewards, options = dict(policy.rewards), online.reward_options
     if options == RewardSettings():
         options = policy.reward_options
+    if rewards.pop("process", None) is not None:
+        logger.warning(
+            "online.rewards: the policy stage's component 'process' is left out; answers are not divided into steps"
+        )
     if "learned" in rewards and online.reward_model is None:
         del rewards["learned"]
         options = dataclasses.replace(

@@ -43,6 +43,7 @@ class RewardComponent(ABC):
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.failed: dict[int, SampleFailure] = {}  # of the last call, by index of the rollout
+        self.group_sizes: list[int] = []  # rollouts of each prompt, in order; set before each call
 
     @abstractmethod
     def __call__(

@@ -17,6 +17,7 @@ from rl_core.models.hidden_states import TurnEmbedder, TurnEmbeddings
 from rl_core.rewards.components import RewardComponent
 from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.process_reward import DecodeIds, StepScorer
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.settings import RewardSettings, build_settings
 from rl_core.settings.base import Settings
@@ -95,6 +96,16 @@ class MixtureRewards(RewardOrchestrator):
                 self.parts[part.name].check_environment(part)
             except SettingsError as error:
                 raise SettingsError(f"environment '{part.name}': {error}") from error
+
+    def calibrate_judges(self) -> None:
+        """Measure the judges of every environment; see `RewardOrchestrator.calibrate_judges`."""
+        for part in self.parts.values():
+            part.calibrate_judges()
+
+    def check_step_scorer(self) -> None:
+        """Check the process rewards of every environment."""
+        for part in self.parts.values():
+            part.check_step_scorer()
 
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes, in every environment that has the component."""
@@ -237,6 +248,8 @@ def build_rewards(
     options: RewardSettings | Mapping[str, Any] | None = None,
     seed: int = 0,
     functions: Mapping[str, RewardFunction] | None = None,
+    step_scorer: StepScorer | None = None,
+    decode: DecodeIds | None = None,
 ) -> RewardOrchestrator:
     """Build the rewards of an environment, or those of each environment of a mixture, and check that they fit.
 
@@ -261,6 +274,8 @@ def build_rewards(
                     seed=seed,
                     functions={n: f for n, f in (functions or {}).items() if n in used},
                     failures=failures,
+                    step_scorer=step_scorer,
+                    decode=decode,
                 )
             except SettingsError as error:
                 raise SettingsError(f"environment '{label}': {error}") from error
@@ -268,7 +283,13 @@ def build_rewards(
         rewards = MixtureRewards(build_part, list(settings), base.max_failed_share)
     else:
         rewards = RewardOrchestrator(
-            weights, scorer=scorer, options=base, seed=seed, functions=functions
+            weights,
+            scorer=scorer,
+            options=base,
+            seed=seed,
+            functions=functions,
+            step_scorer=step_scorer,
+            decode=decode,
         )
     if environment is None:
         rewards.check_columns(())

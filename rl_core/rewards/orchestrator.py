@@ -29,7 +29,15 @@ from rl_core.rewards.components import (
     describe_rollout,
 )
 from rl_core.rewards.hacking_monitor import HackingMonitor
-from rl_core.rewards.model_components import JudgeReward, LearnedReward, Scorer
+from rl_core.rewards.judges.calibration import calibrate_before_training
+from rl_core.rewards.judges.judge_reward import JudgeReward
+from rl_core.rewards.model_components import LearnedReward, Scorer
+from rl_core.rewards.process_reward import (
+    DecodeIds,
+    ProcessReward,
+    StepScorer,
+    check_step_scorer,
+)
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.rewards.state_components import CoherenceReward, CuriosityReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
@@ -55,7 +63,8 @@ REWARD_COMPONENTS: dict[str, str] = {
     "regex": "the answer matches a pattern",
     "math": "the answer is mathematically equal to the target",
     "code": "the program in the answer passes the row's tests",
-    "judge": "score of a model behind an OpenAI-compatible URL",
+    "judge": "score, or comparison, by a model behind an OpenAI-compatible URL or in this process",
+    "process": "scores of the steps of a completion, by a reward model of steps or a function",
 }
 
 
@@ -75,11 +84,14 @@ class RewardOrchestrator:
         seed: int = 0,
         functions: Mapping[str, RewardFunction] | None = None,
         failures: EpisodeFailureMonitor | None = None,
+        step_scorer: StepScorer | None = None,
+        decode: DecodeIds | None = None,
     ) -> None:
         """Build the components.
 
         Args:
             scorer: the reward model behind the component `learned`.
+            step_scorer, decode: reward model of steps and the policy's tokenizer, behind the component `process`.
             seed: of the components' random numbers.
             functions: user-defined components by name, in addition to those named by import path.
             failures: counts the samples that cannot be scored; None = a new monitor with the options' share.
@@ -99,6 +111,7 @@ class RewardOrchestrator:
         self._functions = dict(functions or {})
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
+        self._step_scorer, self._decode = step_scorer, decode
         self.components: dict[str, RewardComponent] = {
             name: self._build_component(name, scorer) for name in self._base
         }
@@ -150,6 +163,20 @@ class RewardOrchestrator:
         self.check_columns(environment.columns)
         self.check_rows(environment.iter_target_rows())
 
+    def calibrate_judges(self) -> None:
+        """Measure judges against human labels, if the options name some; see `judges.calibration`.
+
+        Raises: RewardError for a judge that agrees too little with them.
+        """
+        for component in self.components.values():
+            if isinstance(component, JudgeReward):
+                calibrate_before_training(component)
+
+    def check_step_scorer(self) -> None:
+        """Refuse a process reward that nothing scores. Raises: SettingsError."""
+        if "process" in self.components:
+            check_step_scorer(self.options.process, self._step_scorer)
+
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""
         for name in changes:
@@ -187,6 +214,8 @@ class RewardOrchestrator:
         if not rollouts:
             return {}
         states = self._compute_states(rollouts, embed)
+        for component in self.components.values():
+            component.group_sizes = [len(group.rollouts) for group in groups]
         raw = {
             name: self._reject_large_values(
                 name, self._score_component(name, component, rollouts, states)
@@ -298,6 +327,13 @@ class RewardOrchestrator:
             "format": lambda: FormatReward(options.format),
             "length": lambda: LengthReward(options.length),
             "judge": lambda: JudgeReward(options.judge, self.failures.has_too_many),
+            "process": lambda: ProcessReward(
+                options.process,
+                scorer=self._step_scorer,
+                decode=self._decode,
+                timeout_s=options.timeout_s,
+                has_too_many=self.failures.has_too_many,
+            ),
         }
         if name in builders:
             component: RewardComponent = builders[name]()
@@ -441,7 +477,7 @@ class RewardOrchestrator:
                 for key, value in self.components[name].metrics.items()
             }
         if len(known) < len(totals) or any(
-            isinstance(component, UserReward | JudgeReward)
+            isinstance(component, UserReward | JudgeReward | ProcessReward)
             for component in self.components.values()
         ):
             metrics["reward/masked_rate"] = (len(totals) - len(known)) / len(totals)

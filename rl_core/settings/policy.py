@@ -14,8 +14,10 @@ from rl_core.settings.curriculum import CurriculumStage, ExitCondition, Rollback
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.policy_checks import (
     check_algorithm_settings,
+    check_judge,
     check_learning_rate_control,
     check_rollouts,
+    check_step_credit,
     check_turn_credit,
 )
 from rl_core.settings.rewards import RewardSettings
@@ -349,6 +351,18 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return self.algorithm in GROUP_ALGORITHMS
 
     @property
+    def uses_reward_model(self) -> bool:
+        """True if a reward is that of a reward model, of whole completions or of their steps."""
+        process = self.reward_options.process
+        return "learned" in self.rewards or ("process" in self.rewards and process.function is None)
+
+    @property
+    def uses_step_credit(self) -> bool:
+        """True if the reward `process` gives each step of a completion its advantage or reward."""
+        is_step = self.reward_options.process.credit == "steps"
+        return "process" in self.rewards and is_step and not self.is_taught
+
+    @property
     def is_taught(self) -> bool:
         """True if a teacher provides the advantages (`DistilledPolicySettings`)."""
         return False
@@ -456,6 +470,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         check_algorithm_settings(self)
         self._check_custom_functions()
         check_turn_credit(self)
+        check_judge(self)
+        check_step_credit(self)
         check_self_play(self)
         self._check_rewards()
         for stage in self.curriculum:

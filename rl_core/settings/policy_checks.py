@@ -118,6 +118,46 @@ def check_turn_credit(settings: Any) -> None:
         )
 
 
+def check_judge(settings: Any) -> None:
+    """Check that a judge that compares samples has several of a prompt. Raises: SettingsError naming the setting."""
+    judge = settings.reward_options.judge
+    if "judge" in settings.rewards and judge.compares and settings.group_size == 1:
+        raise SettingsError(
+            f"group_size: 1 leaves a judge of mode {judge.mode} nothing to compare; use at least 2, or "
+            "reward_options.judge.mode score or rubric"
+        )
+
+
+def check_step_credit(settings: Any) -> None:
+    """Check that the steps of a completion can have advantages, or rewards, and that none would be ignored.
+
+    Args:
+        settings: `PolicySettings`.
+    Raises: SettingsError naming the setting.
+    """
+    if not settings.uses_step_credit:
+        return
+    advice = "; set reward_options.process.credit to rollout, or"
+    has_critic = settings.value_function is not None
+    if not has_critic and settings.algorithm in ("reinforce", "maxrl", "gdpo", "gspo"):
+        raise SettingsError(
+            f"rewards.process: {settings.algorithm} has no advantages by step{advice} algorithm to grpo, dr_grpo, rloo "
+            "or ppo"
+        )
+    for name in ("turn_credit", "advantages", "role_baseline", "self_play"):
+        if getattr(settings, name) is not None:
+            raise SettingsError(
+                f"rewards.process: not used by step with {name}{advice} remove {name}"
+            )
+    options = settings.reward_options
+    if options.clip is not None or "process" in options.normalise:
+        name = "clip" if options.clip is not None else "normalise"
+        raise SettingsError(
+            f"rewards.process: reward_options.{name} changes the value of a completion, so that its steps would not "
+            f"add up to it{advice} remove {name}"
+        )
+
+
 def check_learning_rate_control(settings: Any) -> None:
     """Check that the learning rate can follow the KL, and nothing else. Raises: SettingsError naming the setting."""
     if settings.learning_rate_control is not None and settings.epochs * settings.minibatches == 1:

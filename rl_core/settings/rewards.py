@@ -5,6 +5,7 @@ Verifiers compare answers with a column of the data, by rule, by tests or by a j
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -14,13 +15,14 @@ from rl_core.settings.base import Settings, setting
 from rl_core.settings.defaults import MODEL_DEFAULTS, is_unresolved
 from rl_core.settings.patterns import compile_pattern
 
+JudgeMode = Literal["score", "rubric", "ranking", "pairwise"]
 AnswerLocation = Literal["auto", "whole", "tag", "boxed", "hashes", "last_line", "last_number"]
 
 _FIND_DOC = (
     "where the answer is in the text after the thought: tag (<answer>...</answer>), boxed (\\boxed{...}), hashes "
     "(after ####), last_line, last_number, whole; auto: the first of tag, boxed, hashes that occurs, else whole"
 )
-# Stands for the reader of scores in `rewards.judge_replies`, which reads more than the pattern says.
+# Stands for the reader of scores in `rewards.judges.replies`, which reads more than the pattern says.
 DEFAULT_SCORE_PATTERN = r"(?i)score\W*(-?\d+(?:\.\d+)?)"
 _COLUMN_DOC = "column of the right answer; default: the environment's target"
 
@@ -106,26 +108,86 @@ class CodeSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgeSettings(Settings):
-    """Judge: a model behind an OpenAI-compatible URL that scores answers."""
+class JudgeCriterion(Settings):
+    """Criterion of a rubric."""
 
+    name: str = setting(doc="short name, in the judge's reply and in metrics")
+    description: str = setting("", doc="what the judge is to look for")
+    weight: float = setting(1.0, gt=0, doc="weight in the mean of the criteria")
+
+
+DEFAULT_JUDGE_PROMPT = (
+    "Question:\n{prompt}\n\nReference answer:\n{target}\n\nAnswer to grade:\n{completion}\n\n"
+    "Grade the answer from 0 (wrong) to 10 (right and complete). End with a line 'score: NUMBER'."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeSettings(Settings):
+    """Judge: a model, behind an OpenAI-compatible URL or in this process, that scores or compares answers."""
+
+    mode: JudgeMode = setting(
+        "score",
+        doc="score: one number for each answer, with `prompt`; rubric: one for each of `criteria`; ranking: all "
+        "samples of a prompt ranked in one request; pairwise: two samples a request, in both orders",
+    )
     url: str | None = setting(
         None,
         doc="base URL of the server, such as http://127.0.0.1:8000/v1; /v1 is added to one without a path",
     )
     model: str | None = setting(None, doc="the server's name for the model")
+    path: str | None = setting(
+        None,
+        doc="folder or hub name of a judge that runs in this process, on the same engine as rollouts; instead of url",
+    )
     prompt: str = setting(
-        "Question:\n{prompt}\n\nReference answer:\n{target}\n\nAnswer to grade:\n{completion}\n\n"
-        "Grade the answer from 0 (wrong) to 10 (right and complete). End with a line 'score: NUMBER'.",
-        doc="prompt of the judge; {prompt}, {completion}, {target} and the row's columns are replaced",
+        DEFAULT_JUDGE_PROMPT,
+        doc="prompt of mode score; {prompt}, {completion}, {target} and the row's columns are replaced",
+    )
+    instructions: str = setting(
+        "",
+        doc="what makes an answer good, for the other modes; {target} and the row's columns are replaced",
+    )
+    criteria: tuple[JudgeCriterion, ...] = setting(
+        (), doc="criteria of a rubric; the judge reads them in random order"
     )
     system: str = setting("", doc="system message of the judge")
-    lowest: float = setting(0.0, doc="score that becomes reward 0")
-    highest: float = setting(10.0, doc="score that becomes reward 1")
+    lowest: float = setting(0.0, doc="score that becomes reward 0 (score, rubric)")
+    highest: float = setting(10.0, doc="score that becomes reward 1 (score, rubric)")
     pattern: str = setting(
         DEFAULT_SCORE_PATTERN,
         doc="regular expression whose first group is the score, in the text after the thought; its last match counts. "
         "The default stands for the last number after 'score:', with its sign and exponent",
+    )
+    orders: int = setting(
+        1,
+        ge=1,
+        le=16,
+        doc="requests that show the criteria or the samples in different random orders; their verdicts are averaged "
+        "(rubric, ranking)",
+    )
+    opponents: int | None = setting(
+        None,
+        ge=1,
+        doc="samples that each sample is compared with, rounded up to an even number (pairwise); default: all others",
+    )
+    max_calls: int | None = setting(
+        None,
+        ge=1,
+        doc="budget of requests of a run, retries included; the stage stops with an error before it sends more. "
+        "Cached judgements are free; default: no limit",
+    )
+    labels: str | None = setting(
+        None,
+        doc="file of human labels, preference pairs or scored answers (data.md); before training, the agreement of the "
+        "judge with them is measured and printed",
+    )
+    min_agreement: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        doc="refuse to train on a judge whose agreement with `labels` is lower; 0: warn if its 95% interval includes "
+        "0.5, chance",
     )
     max_tokens: int = setting(
         512,
@@ -136,12 +198,14 @@ class JudgeSettings(Settings):
     temperature: float = setting(
         0.0, ge=0, doc="temperature of the judge; left out for models that refuse it"
     )
-    concurrency: int = setting(8, ge=1, le=256, doc="concurrent requests")
+    concurrency: int = setting(
+        8, ge=1, le=256, doc="concurrent requests; of a local judge, answers decoded together"
+    )
     timeout_s: float = setting(
         60.0, gt=0, doc="time limit of one request in seconds, even if the answer arrives slowly"
     )
     retries: int = setting(
-        3, ge=0, le=20, doc="retries of a request that failed or whose reply has no score"
+        3, ge=0, le=20, doc="retries of a request that failed or whose reply has no verdict"
     )
     retry_delay_s: float = setting(
         1.0, gt=0, doc="wait before the first retry; doubles with each retry"
@@ -153,11 +217,53 @@ class JudgeSettings(Settings):
         None,
         doc="cache folder of judgements, keyed by content; default: posttrain/judgements in the user's cache",
     )
+    cache_entries: int = setting(
+        1_000_000, ge=1, doc="judgements in that folder; the oldest are deleted beyond it"
+    )
 
     def check(self) -> None:
-        """Check that the scale is not empty and the pattern has a group."""
+        """Check scale, pattern and criteria, and refuse settings that the mode or a local judge would ignore."""
         if self.lowest >= self.highest:
             raise SettingsError(f"lowest: {self.lowest} must be below highest {self.highest}")
+        names = [criterion.name.strip().casefold() for criterion in self.criteria]
+        if self.mode == "rubric" and not names:
+            raise SettingsError(
+                "criteria: a rubric needs at least one; write [{name: correct, description: ..., weight: 2}]"
+            )
+        if "" in names or len(set(names)) < len(names):
+            raise SettingsError(f"criteria: names {names} must be different and not empty")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        used = {
+            "prompt": ("score",),
+            "pattern": ("score",),
+            "lowest": ("score", "rubric"),
+            "highest": ("score", "rubric"),
+            "criteria": ("rubric",),
+            "orders": ("rubric", "ranking"),
+            "opponents": ("pairwise",),
+            "instructions": ("rubric", "ranking", "pairwise"),
+        }
+        for name, modes in used.items():
+            value = getattr(self, name)
+            value = tuple(value) if isinstance(value, list) else value
+            if self.mode not in modes and value != defaults[name]:
+                raise SettingsError(
+                    f"{name}: not used by mode {self.mode}, only by {', '.join(modes)}; remove it"
+                )
+        for name in (
+            ("url", "model", "key_variable", "timeout_s", "retries", "retry_delay_s")
+            if self.path is not None
+            else ()
+        ):
+            if getattr(self, name) != defaults[name]:
+                raise SettingsError(
+                    f"{name}: not used by a judge in this process (path), only by one behind a url; remove one"
+                )
+        if self.min_agreement and self.labels is None:
+            raise SettingsError("min_agreement: needs labels, a file of human labels")
+        self._check_pattern()
+
+    def _check_pattern(self) -> None:
         if self.pattern == DEFAULT_SCORE_PATTERN:
             return
         try:
@@ -167,6 +273,46 @@ class JudgeSettings(Settings):
         if num_groups < 1:
             raise SettingsError(
                 f"pattern: {self.pattern!r} has no group; put the score in parentheses"
+            )
+
+    @property
+    def compares(self) -> bool:
+        """True if samples of one prompt are compared with each other."""
+        return self.mode in ("ranking", "pairwise")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessRewardSettings(Settings):
+    """Process reward: scores of the steps of a completion."""
+
+    function: str | None = setting(
+        None,
+        is_code=True,
+        doc="function of (steps, trajectory) that returns one number for each step, as 'steps.py:check'; default: the "
+        "reward model, trained with `loss: process`",
+    )
+    delimiter: str = setting(
+        "\n", doc="text that ends a step; blank steps belong to the one before"
+    )
+    aggregate: Literal["sum", "mean", "min"] = setting(
+        "mean",
+        doc="value of a completion, and of the steps after one: sum (arXiv:2402.03300), which pays for more steps; "
+        "mean; min (arXiv:2504.15275), the worst step",
+    )
+    credit: Literal["steps", "rollout"] = setting(
+        "steps",
+        doc="steps: each token has the advantage of its step, or with a critic the reward at its end; rollout: the "
+        "value is a reward of the whole completion, as of any other component",
+    )
+
+    def check(self) -> None:
+        """Check that the delimiter ends steps."""
+        if not self.delimiter:
+            raise SettingsError("delimiter: is empty; name the text that ends a step")
+        if self.function is None and self.delimiter != "\n":
+            raise SettingsError(
+                "delimiter: a reward model of steps was trained on steps that end with a line; set function, or leave "
+                "delimiter out"
             )
 
 
@@ -311,6 +457,9 @@ class RewardSettings(Settings):
     math: MathSettings = setting(MathSettings(), doc="options of component math")
     code: CodeSettings = setting(CodeSettings(), doc="options of component code")
     judge: JudgeSettings = setting(JudgeSettings(), doc="options of component judge")
+    process: ProcessRewardSettings = setting(
+        ProcessRewardSettings(), doc="options of component process"
+    )
 
     def check_components(self, rewards: Mapping[str, float]) -> None:
         """Raise SettingsError for options of components that the policy's rewards do not have."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, cast
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
@@ -215,12 +215,12 @@ class SFTSettings(OptimizerSettings, LoopSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelSettings(OptimizerSettings, LoopSettings):
-    """Reward model: Bradley-Terry on preference pairs, or regression on scores."""
+    """Reward model: Bradley-Terry on preference pairs, regression on scores, or cross-entropy on labels of steps."""
 
-    loss: Literal["bradley_terry", "mse"] = setting(
+    loss: Literal["bradley_terry", "mse", "process"] = setting(
         "bradley_terry",
         doc="bradley_terry: on pairs; mse: regression on rows with a `score`, standardised over the "
-        "training rows (arXiv:2406.08673)",
+        "training rows (arXiv:2406.08673); process: cross-entropy at the ends of steps (arXiv:2305.20050)",
     )
     head_layers: int = setting(
         1, ge=1, le=8, doc="layers of the head on the last token's state; 1 = linear"
@@ -258,9 +258,10 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
         self.sampling.check_varied()
 
     @property
-    def use(self) -> Literal["reward_model", "reward_regression"]:
-        """Kind of its training rows, as named by `rl_core.data.formats.explain_misfit`."""
-        return "reward_regression" if self.loss == "mse" else "reward_model"
+    def use(self) -> Literal["reward_model", "reward_regression", "process_reward"]:
+        """Kind of its training rows, as named by `rl_core.data.row_uses.explain_misfit`."""
+        uses = {"mse": "reward_regression", "process": "process_reward"}
+        return cast(Any, uses.get(self.loss, "reward_model"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Reward models: Bradley-Terry on preference pairs, some of them ties; regression on scores (1 to 5, thumbs).
+"""Reward models: Bradley-Terry on preference pairs, some of them ties; regression on scores (1 to 5, thumbs); labels
+of steps.
 
 Suffixes: B pairs or rows, S whole sequence.
 """
@@ -24,6 +25,7 @@ from rl_core.losses.preference import (
     reward_regression_loss,
     tied_bradley_terry_loss,
 )
+from rl_core.losses.process_rewards import step_score_loss
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings, build_settings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, build_pair_batches
@@ -390,3 +392,147 @@ class RewardRegressionTrainer(SupervisedTrainer[ScoredRow, _ScoredRowBatch]):
             return reward_regression_loss(scores_B, targets_B, num_rows=len(examples))
 
         return compute_loss
+
+
+class SteppedRow(NamedTuple):
+    """Token ids of prompt and completion, and (index of its last token, label from 0 to 1) of each step."""
+
+    ids: Sequence[int]
+    steps: Sequence[tuple[int, float]]
+
+
+@dataclass
+class _SteppedRowBatch:
+    """Micro-batch of rows; the optimizer step halves one that does not fit in memory."""
+
+    ids_BS: torch.Tensor  # int64 [B, S], right-padded
+    lengths_B: torch.Tensor  # int64 [B], real tokens
+    labels_BS: torch.Tensor  # float32 [B, S], label at the last token of each step, NaN elsewhere
+
+
+class StepRewardTrainer(SupervisedTrainer[SteppedRow, _SteppedRowBatch]):
+    """Trainer of a reward model of steps, on the cross-entropy of labels at their last tokens.
+
+    One iteration is one optimizer step; each step of a completion counts the same.
+    """
+
+    noun: ClassVar[str] = "row"
+    selection_metric: ClassVar[str] = "eval/loss"
+    settings: RewardModelSettings
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pad_id: int,
+        rows_train: Sequence[SteppedRow],
+        rows_heldout: Sequence[SteppedRow],
+        settings: RewardModelSettings | Mapping[str, Any],
+        seed: int,
+        process_group: ProcessGroup = SINGLE_PROCESS,
+    ) -> None:
+        """Check the rows, and mark the model as one of steps; see `SupervisedTrainer`.
+
+        Args:
+            model: a sequence classifier with one label (`rl_core.models.heads`), on its device.
+        Raises: DataError naming a row without a step, or a step outside its tokens; training rows with one label.
+        """
+        settings = build_settings(settings, RewardModelSettings)
+        for name, rows in (("rows_train", rows_train), ("rows_heldout", rows_heldout)):
+            labels = set()
+            for index, row in enumerate(rows):
+                ends = [end for end, _ in row.steps]
+                if (
+                    not ends
+                    or ends != sorted(set(ends))
+                    or not 0 <= ends[0] <= ends[-1] < len(row.ids)
+                ):
+                    raise DataError(
+                        f"{name}[{index}]: steps end at {ends}; each needs a token of its own among {len(row.ids)}"
+                    )
+                labels |= {label for _, label in row.steps}
+            if name == "rows_train" and len(labels) == 1:
+                raise DataError(
+                    f"{name}: all steps have the label {labels.pop():g}, so there is nothing to learn"
+                )
+        heads.mark_step_model(model)
+        super().__init__(model, pad_id, rows_train, rows_heldout, settings, seed, process_group)
+
+    def _evaluate_examples(self, examples: Sequence[SteppedRow]) -> dict[str, float]:
+        """Return loss, accuracy, and accuracy on right and on wrong steps, whose shares differ, and their mean."""
+        optimizer_step = self.optimizer_step
+        lengths = [len(row.ids) for row in examples]
+
+        def score_batch(batch: _SteppedRowBatch) -> tuple[list[float], list[float]]:
+            scores_N, labels_N = self._score_batch(batch)
+            return scores_N.tolist(), labels_N.tolist()
+
+        def build_batches(indices: Sequence[int]) -> list[_SteppedRowBatch]:
+            groups = heads.build_score_batches(
+                [lengths[index] for index in indices], self.settings.micro_batch_tokens
+            )
+            return [
+                self._pad_steps([examples[indices[position]] for position in group])
+                for group in groups
+            ]
+
+        batches = optimizer_step.process_group.build_local_batches(
+            range(len(examples)), lengths, build_batches
+        )
+        scored = optimizer_step.sharded.measure_batches(
+            batches, score_batch, optimizer_step.enable_autocast()
+        )
+        scores_N = torch.tensor([value for scores, _ in scored for value in scores])
+        labels_N = torch.tensor([value for _, labels in scored for value in labels])
+        loss, metrics = step_score_loss(scores_N, labels_N, num_steps=len(labels_N))
+        is_right_N = labels_N >= 0.5
+        correct_N = ((scores_N > 0) == is_right_N).float()
+        parts = {"accuracy_right": correct_N[is_right_N], "accuracy_wrong": correct_N[~is_right_N]}
+        by_label = {name: float(part.mean()) for name, part in parts.items() if len(part)}
+        return {"loss": float(loss), "accuracy": float(metrics["accuracy"]), **by_label}
+
+    def _count_tokens(self, example: SteppedRow) -> int:
+        return len(example.ids)
+
+    def _count_longest_row(self, example: SteppedRow) -> int:
+        return len(example.ids)
+
+    def _build_batches(self, examples: Sequence[SteppedRow]) -> Sequence[_SteppedRowBatch]:
+        lengths = [len(row.ids) for row in examples]
+        encoded_rows = None
+        if self.optimizer_step.can_share_prefixes(self.model):
+            encoded_rows = ([encode_row(row.ids)] for row in examples)
+        groups = plan_shared_batches(lengths, self.settings.micro_batch_tokens, encoded_rows)
+        return LazyRows(
+            len(groups),
+            lambda number: self._pad_steps([examples[index] for index in groups[number]]),
+        )
+
+    def _pad_steps(self, rows: Sequence[SteppedRow]) -> _SteppedRowBatch:
+        ids_BS = pad_rows([row.ids for row in rows], self._pad_id)
+        labels_BS = torch.full(ids_BS.shape, math.nan)
+        for index, row in enumerate(rows):
+            for end, label in row.steps:
+                labels_BS[index, end] = label
+        return _SteppedRowBatch(ids_BS, torch.tensor([len(row.ids) for row in rows]), labels_BS)
+
+    def _build_loss_fn(self, examples: Sequence[SteppedRow]) -> LossFn[_SteppedRowBatch]:
+        count = sum(len(row.steps) for row in examples)
+
+        def compute_loss(
+            batch: _SteppedRowBatch,
+        ) -> tuple[torch.Tensor, Mapping[str, Any]]:
+            scores_N, labels_N = self._score_batch(batch)
+            return step_score_loss(scores_N, labels_N, num_steps=count)
+
+        return compute_loss
+
+    def _score_batch(self, batch: _SteppedRowBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and labels [N] of the steps of a micro-batch, row after row."""
+        labels_BS = batch.labels_BS.cpu()
+        positions = [
+            row_S.isnan().logical_not().nonzero().flatten().tolist() for row_S in labels_BS
+        ]
+        scores_N = heads.compute_step_scores(
+            self.model, self._upload(batch.ids_BS), batch.lengths_B.cpu(), positions
+        )
+        return scores_N, self._upload(labels_BS[~labels_BS.isnan()])

@@ -79,11 +79,15 @@ def _check_training_inputs(settings: PipelineSettings) -> Iterator[StageFinding]
     if stages.sft is not None and stages.prepare_data is None and path is not None:
         text = "trains on the data of stages.prepare_data; add `prepare_data: {}`"
         yield build_stage_finding(("stages", "sft"), text, MODEL_PATH_KEY, _PREPARE_DATA_KEY)
-    if stages.reward_model is not None and stages.reward_model.loss == "mse" and not has_pairs:
+    rows_by_loss = {
+        "mse": "scored answers; name a file of rows with prompt, completion and score",
+        "process": "labels of steps; name a file of rows with prompt, completions and labels",
+    }
+    loss = stages.reward_model.loss if stages.reward_model is not None else ""
+    if loss in rows_by_loss and not has_pairs:
         yield build_stage_finding(
             ("stages", "reward_model", "loss"),
-            "mse needs scored answers; name a file of rows with prompt, completion and score in "
-            "stages.prepare_data.preferences, or use bradley_terry",
+            f"{loss} needs {rows_by_loss[loss]} in stages.prepare_data.preferences, or use bradley_terry",
             _PREPARE_DATA_KEY,
         )
     distill = stages.distill
@@ -214,7 +218,7 @@ def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
     policy, problems = settings.stages.policy, [*find_unlogged_alerts(settings)]
     problems = [problem for problem in problems if not _is_online_alert(problem)]
     problems += _find_forgotten_environment(settings)
-    if settings.stages.reward_model is None or policy is None or _uses_learned_reward(policy):
+    if settings.stages.reward_model is None or policy is None or _uses_reward_model(policy):
         return problems
     text = (
         "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as in "
@@ -236,9 +240,10 @@ def _find_forgotten_environment(settings: PipelineSettings) -> Iterator[ConfigPr
         )
 
 
-def _uses_learned_reward(policy: PolicySettings) -> bool:
-    """Return whether the component `learned` has a weight other than 0 anywhere in the curriculum."""
-    return any(weights.get("learned") for weights in _list_reward_weights(policy))
+def _uses_reward_model(policy: PolicySettings) -> bool:
+    """Return whether a component of a reward model has a weight other than 0 anywhere in the curriculum."""
+    names = ["learned", *(["process"] if policy.reward_options.process.function is None else [])]
+    return any(weights.get(name) for weights in _list_reward_weights(policy) for name in names)
 
 
 def _list_reward_weights(policy: PolicySettings) -> list[dict[str, float]]:
@@ -556,11 +561,13 @@ def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_F
             yield _build_finding(
                 reward_key, str(error).partition(": ")[2] or str(error), options_key
             )
-    if settings.stages.evaluate is not None and "learned" in settings.stages.evaluate.rewards:
-        yield _build_finding(
-            ("stages", "evaluate", "rewards", "learned"),
-            "the reward model scores only during policy training; name a verifier or a function here",
-        )
+    evaluated = settings.stages.evaluate.rewards if settings.stages.evaluate is not None else {}
+    for name in ("learned", "process"):
+        if name in evaluated:
+            yield _build_finding(
+                ("stages", "evaluate", "rewards", name),
+                "scores only during policy training; name a verifier or a function here",
+            )
     if policy is None:
         return
     key: Key = (*POLICY_KEY, "rewards")
@@ -569,12 +576,21 @@ def _check_rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_F
             key,
             "no reward has a weight other than 0, so there is nothing to learn; write {task: 1.0}",
         )
-    uses_learned = policy.rewards.get("learned") or any(
-        stage.rewards.get("learned") for stage in policy.curriculum
-    )
-    if uses_learned and settings.stages.reward_model is None:
-        yield _build_finding(
-            (*key, "learned"),
-            "needs a reward model; add `reward_model: {}` to the stages, or remove this reward",
-            ("stages", "reward_model"),
-        )
+    reward_model, advice = settings.stages.reward_model, "`reward_model: {}`"
+    for name, is_used in (
+        ("learned", policy.rewards.get("learned")),
+        (
+            "process",
+            policy.rewards.get("process") and policy.reward_options.process.function is None,
+        ),
+    ):
+        if name == "process":
+            advice = "`reward_model: {loss: process}`, or set reward_options.process.function"
+        is_used = is_used or any(stage.rewards.get(name) for stage in policy.curriculum)
+        scores_steps = reward_model is not None and reward_model.loss == "process"
+        if is_used and (reward_model is None or scores_steps != (name == "process")):
+            yield _build_finding(
+                (*key, name),
+                f"needs a reward model; add {advice} to the stages, or remove this reward",
+                ("stages", "reward_model"),
+            )

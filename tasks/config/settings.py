@@ -304,7 +304,7 @@ class StagesSettings(Settings):
 
     @property
     def preference_uses(self) -> tuple[str, ...]:
-        """Uses of the preference rows: a loss, the reward model, or both (`rl_core.data.formats.explain_misfit`)."""
+        """Uses of the preference rows: a loss, the reward model, or both (`rl_core.data.row_uses.explain_misfit`)."""
         losses = (self.preference.loss,) if self.preference is not None else ()
         return losses if self.reward_model is None else (*losses, self.reward_model.use)
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rl_core.api.policy import Policy
     from rl_core.rewards.contribution import RewardContribution
     from rl_core.rewards.model_components import Scorer
+    from rl_core.rewards.process_reward import StepScorer
     from rl_core.rollout_workers.server_backend import ServerBackend
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
@@ -54,7 +55,7 @@ def optimise_policy(
         inputs["data"] = data
     settings = pipeline_run.settings.stages.policy
     assert settings is not None
-    if reward is not None and "learned" in settings.rewards:
+    if reward is not None and settings.uses_reward_model:
         inputs["reward_model"] = reward
     return run_stage(pipeline_run, "policy", _run_policy_training, inputs=inputs)
 
@@ -72,7 +73,9 @@ def _run_policy_training(context: StageContext) -> dict[str, Any]:
     reference = evaluator = None
     if settings.kl_coef > 0:
         reference = load_kl_reference(context, policy, settings.reference_precision)
-    scorer = _build_reward_scorer(context) if "reward_model" in context.inputs else None
+    scorer = step_scorer = None
+    if "reward_model" in context.inputs:
+        scorer, step_scorer = _build_reward_scorers(context)
     if settings.eval_every:
         evaluator = build_validation_evaluator(context, settings, policy, environment)
     recipe = build_policy_gradient_recipe(
@@ -82,6 +85,7 @@ def _run_policy_training(context: StageContext) -> dict[str, Any]:
         settings,
         context.seed,
         scorer=scorer,
+        step_scorer=step_scorer,
         evaluator=evaluator,
         record=build_combined_record(
             RewardRecord(context.folder / REWARD_RECORD),
@@ -140,16 +144,17 @@ def _run_policy_training(context: StageContext) -> dict[str, Any]:
     }
 
 
-def _build_reward_scorer(context: StageContext) -> Scorer:
-    """Build a function that scores token rows with the reward model among the inputs."""
+def _build_reward_scorers(context: StageContext) -> tuple[Scorer | None, StepScorer | None]:
+    """Build functions that score token rows, or their steps, with the reward model among the inputs."""
     from rl_core.models import heads
     from rl_core.references.pool import get_frozen_models
 
     frozen = dataclasses.replace(context.pipeline.model, lora=None)
     folder = Path(context.inputs["reward_model"]) / "model"
-    return functools.partial(
-        heads.score_rows, get_frozen_models().load_model(folder, frozen, kind="reward_model")
-    )
+    model = get_frozen_models().load_model(folder, frozen, kind="reward_model")
+    if heads.scores_steps(model):
+        return None, functools.partial(heads.score_steps, model)
+    return functools.partial(heads.score_rows, model), None
 
 
 def _watch_workers(context: StageContext, trainer: PolicyGradientTrainer) -> None:

@@ -242,7 +242,9 @@ def _load_pairs_from_files(data: Path, context: StageContext) -> StagePairs:
         lengths = answers if name == "held-out" else None
         rows = _record_prompts(read_json_rows(path), prompts[-1], lengths)
         parts.append(PreferenceSplit.from_rows(sides, rows, _resolve_pair_use(context), name))
-    train, heldout = build_pair_rows(parts[0], parts[1], _resolve_pair_use(context), context.seed)
+    train, heldout = build_pair_rows(
+        parts[0], parts[1], _resolve_pair_use(context), context.seed, renderer
+    )
     return StagePairs(
         train=train,
         heldout=heldout,

@@ -24,9 +24,10 @@ from rl_core.data import records, splits
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.chat_template import format_hermes_call
 from rl_core.data.files import list_data_files
-from rl_core.data.formats import RowKind, explain_misfit
+from rl_core.data.formats import RowKind
 from rl_core.data.pairs import read_side, truncate_sides
 from rl_core.data.row_sequences import CompressedRows
+from rl_core.data.row_uses import explain_misfit
 from rl_core.data.splits import compute_short_digest
 from rl_core.data.token_cache import (
     TokenCache,

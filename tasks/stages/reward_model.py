@@ -55,7 +55,8 @@ def _run_reward_model_training(context: StageContext) -> dict[str, Any]:
     epochs = context.build_epoch_keeper(recipe.trainer, model, tokenizer, load)
     outcome = context.train(recipe, epochs)
     context.save_model(recipe.trainer.optimizer_step, model, tokenizer, load)
-    summarize = _summarize_regression if settings.loss == "mse" else _summarize_ranking
+    summarizers = {"mse": _summarize_regression, "process": _summarize_steps}
+    summarize = summarizers.get(settings.loss, _summarize_ranking)
     summary = summarize(context, pairs, outcome.metrics, outcome.steps)
     return {**summary, "note": summary["note"] + recipe.trainer.describe_step_limit(outcome.steps)}
 
@@ -108,4 +109,31 @@ def _summarize_regression(
         "metrics": metrics,
         "note": f"orders {accuracy:.1%} of the pairs among {len(pairs.heldout)} held-out answers as their scores do; "
         f"explains {metrics['eval/explained_variance']:.0%} of their variance; {pairs.note}",
+    }
+
+
+def _summarize_steps(
+    context: StageContext, pairs: StagePairs, metrics: dict[str, float], steps: int
+) -> dict[str, Any]:
+    """Summarize a reward model of steps."""
+    accuracy = metrics["eval/accuracy"]
+    count = sum(len(pair.steps) for pair in pairs.heldout)
+    low, high = wilson_interval(round(accuracy * count), count)
+    by_label = {
+        name: metrics[f"eval/accuracy_{name}"]
+        for name in ("right", "wrong")
+        if f"eval/accuracy_{name}" in metrics
+    }
+    described = ", ".join(f"{value:.1%} of the {name} ones" for name, value in by_label.items())
+    return {
+        "steps": steps,
+        "accuracy": accuracy,
+        "accuracy_low": low,
+        "accuracy_high": high,
+        **{f"accuracy_{name}": value for name, value in by_label.items()},
+        "train_rows": len(pairs.train),
+        "heldout_rows": len(pairs.heldout),
+        "metrics": metrics,
+        "note": f"judges {accuracy:.1%} of {count} held-out steps correctly [{low:.1%}, {high:.1%}], {described}; "
+        f"{pairs.note}",
     }

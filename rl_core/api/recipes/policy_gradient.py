@@ -23,6 +23,7 @@ from rl_core.models.adapter_folder import is_adapter_folder, read_adapter_folder
 from rl_core.models.lora import select_served_rank
 from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.model_components import Scorer
+from rl_core.rewards.process_reward import StepScorer
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.settings import DistillationSettings, ModelSettings, PolicySettings, TeacherSettings
 from rl_core.storage.atomic_files import resolve_cache_folder
@@ -86,12 +87,14 @@ def build_policy_gradient_recipe(
     server_log: Path | None = None,
     stop_event: threading.Event | None = None,
     opponents_folder: Path | None = None,
+    step_scorer: StepScorer | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """Build the trainer of the algorithm in `settings.algorithm`: GRPO and its variants, PPO or REINFORCE.
 
     Args:
         reference: frozen model of the KL term; needed if kl_coef > 0.
-        scorer: reward model of the component `learned`. functions: reward components by name.
+        scorer, step_scorer: reward models of the components `learned` and `process`.
+        functions: reward components by name.
         evaluator, record: as in `PolicyGradientTrainer`.
         best_metric: of the evaluator; selects the best weights if `settings.patience` is set.
         teacher: see `build_distillation_recipe`.
@@ -109,7 +112,11 @@ def build_policy_gradient_recipe(
         options=settings.reward_options,
         seed=seed,
         functions=functions,
+        step_scorer=step_scorer,
+        decode=policy.renderer.action_text,
     )
+    rewards.check_step_scorer()
+    process_group.run_on_rank_zero(rewards.calibrate_judges)
     server = None
     with contextlib.ExitStack() as stack:  # no server outlives a trainer that cannot be built
         if settings.rollouts.workers == "server":

@@ -16,6 +16,8 @@ from rl_core.trainers.reward_model import (
     RewardRegressionTrainer,
     ScoredPair,
     ScoredRow,
+    SteppedRow,
+    StepRewardTrainer,
 )
 
 if TYPE_CHECKING:
@@ -30,9 +32,20 @@ def build_reward_model_recipe(
     settings: RewardModelSettings,
     seed: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
-) -> Recipe[RewardModelTrainer | RewardRegressionTrainer]:
-    """Build the trainer of a reward model (`models.heads`): Bradley-Terry on pairs, or regression on scores."""
-    trainer: RewardModelTrainer | RewardRegressionTrainer
+) -> Recipe[RewardModelTrainer | RewardRegressionTrainer | StepRewardTrainer]:
+    """Build the trainer of a reward model (`models.heads`): Bradley-Terry on pairs, regression, or labels of steps."""
+    trainer: RewardModelTrainer | RewardRegressionTrainer | StepRewardTrainer
+    if settings.loss == "process":
+        trainer = StepRewardTrainer(
+            model,
+            pad_id,
+            _build_stepped_rows(train),
+            _build_stepped_rows(heldout),
+            settings,
+            seed,
+            process_group,
+        )
+        return Recipe(trainer, trainer.total_steps, trainer.best_metric, larger_is_better=False)
     if settings.loss == "mse":
         trainer = RewardRegressionTrainer(
             model,
@@ -62,6 +75,19 @@ def _build_scored_pairs(pairs: Sequence[PreferencePair]) -> LazyRows[ScoredPair]
         return ScoredPair(pair.chosen_ids, pair.rejected_ids, pair.margin, pair.tie)
 
     return LazyRows(len(pairs), build_pair)
+
+
+def _build_stepped_rows(pairs: Sequence[PreferencePair]) -> LazyRows[SteppedRow]:
+    def build_row(index: int) -> SteppedRow:
+        pair = pairs[index]
+        if not pair.steps:
+            raise DataError(
+                f"row {index}: has no labels of steps, which a reward model with `loss: process` learns from"
+            )
+        # Where several steps end at one token, it has the label of the last of them.
+        return SteppedRow(pair.chosen_ids, list(dict(pair.steps).items()))
+
+    return LazyRows(len(pairs), build_row)
 
 
 def _build_scored_rows(pairs: Sequence[PreferencePair]) -> LazyRows[ScoredRow]:

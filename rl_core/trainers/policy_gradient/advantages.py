@@ -259,6 +259,7 @@ def compute_value_advantages(
     gamma: float,
     gae_lambda: float,
     kl_penalty_RS: torch.Tensor | None = None,
+    step_rewards_RS: torch.Tensor | None = None,
     ratios_RS: torch.Tensor | None = None,
     rho_cap: float = 1.0,
     c_cap: float = 1.0,
@@ -269,14 +270,20 @@ def compute_value_advantages(
 
     Args:
         kl_penalty_RS: subtracted from each token's reward (kl_coef times k1); None = none.
+        step_rewards_RS: the part of `rewards_R` that is earned at the ends of steps, 0 elsewhere and without loss; what
+            it does not hold is placed on the last loss token. None = all of it.
         ratios_RS: policy over sampler, for V-trace with `rho_cap` and `c_cap`; None = GAE.
     """
     rewards_R = rewards_R.to(values_RS.dtype)
+    if step_rewards_RS is not None:
+        rewards_R = rewards_R - step_rewards_RS.sum(1)
     has_loss_R = loss_mask_RS.any(1)
     token_rewards_RS = rewards_R.new_zeros(loss_mask_RS.shape)
     token_rewards_RS[has_loss_R] = scatter_rewards_to_last_token(
         rewards_R[has_loss_R], loss_mask_RS[has_loss_R]
     )
+    if step_rewards_RS is not None:
+        token_rewards_RS = token_rewards_RS + step_rewards_RS
     if kl_penalty_RS is not None:
         token_rewards_RS = token_rewards_RS - fill_masked(kl_penalty_RS, loss_mask_RS)
     bootstrap_R = torch.where(is_truncated_R, value_after_R, torch.zeros_like(value_after_R))

@@ -42,14 +42,14 @@ from rl_core.trainers.policy_gradient.advantages import (
     build_role_baselines,
     compare_rewards,
     compute_value_advantages,
-    select_group_method,
 )
 from rl_core.trainers.policy_gradient.custom_functions import CustomFunctions, load_custom_functions
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
-from rl_core.trainers.policy_gradient.turn_credit import (
-    TurnComparison,
-    estimate_token_advantages,
+from rl_core.trainers.policy_gradient.token_credit import (
+    divide_among_steps,
+    divide_among_turns,
+    place_step_rewards,
 )
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -423,6 +423,9 @@ class RolloutBuffer:
         elif self.settings.value_function is not None:
             metrics |= self._estimate_from_values(rewards_R, penalty_RS)
         else:
+            if self.settings.uses_step_credit:
+                outcomes = [sample.outcome_reward for sample in self.samples]
+                rewards_R = torch.tensor(outcomes, dtype=torch.float64)
             if penalty_RS is not None:
                 rewards_R = rewards_R - penalty_RS.sum(1).double().cpu()
             metrics |= self._estimate_from_rewards(rewards_R, penalty_RS)
@@ -474,7 +477,11 @@ class RolloutBuffer:
                 for row, advantage in zip(known_rows, advantages_G.tolist(), strict=True):
                     self.samples[row].advantage = advantage
             if self.settings.turn_credit is not None:
-                metrics |= self._divide_among_turns(compared_rows, compared, penalty_RS)
+                metrics |= divide_among_turns(
+                    self.samples, compared_rows, compared, self.settings, penalty_RS
+                )
+            elif self.settings.uses_step_credit:
+                metrics |= divide_among_steps(self.samples, compared_rows, compared, self.settings)
         advantages_RS = torch.zeros(self.shape)
         for row, sample in enumerate(self.samples):
             assert sample.advantage is not None
@@ -494,37 +501,6 @@ class RolloutBuffer:
         self._host_advantages_RS = advantages_RS
         return metrics
 
-    def _divide_among_turns(
-        self,
-        rows: Sequence[Sequence[int]],
-        advantages: Sequence[torch.Tensor],
-        penalty_RS: torch.Tensor | None,
-    ) -> dict[str, float]:
-        """Set the advantages of the tokens of these groups by turn; return the metrics of the comparison."""
-        settings = self.settings.turn_credit
-        assert settings is not None
-        penalty_RS = None if penalty_RS is None else penalty_RS.double().cpu()
-        comparison = TurnComparison()
-        for group_rows, advantages_G in zip(rows, advantages, strict=True):
-            samples = [self.samples[row] for row in group_rows]
-            penalties = None
-            if penalty_RS is not None:
-                penalties = [
-                    penalty_RS[row, len(self.samples[row].row.prompt_ids) :] for row in group_rows
-                ]
-            by_token = estimate_token_advantages(
-                advantages_G,
-                [sample.turns for sample in samples],
-                [len(sample.row.completion_ids) for sample in samples],
-                settings,
-                select_group_method(self.settings.algorithm),
-                penalties,
-                comparison,
-            )
-            for sample, token_advantages in zip(samples, by_token, strict=True):
-                sample.token_advantages = token_advantages
-        return comparison.compute_metrics()
-
     def _estimate_from_values(
         self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None
     ) -> dict[str, float]:
@@ -538,6 +514,10 @@ class RolloutBuffer:
             self.returns_RS = torch.zeros_like(self.advantages_RS)
             return {}
         ratios_RS = self._compute_trace_ratios()
+        step_rewards_RS = None
+        if self.settings.uses_step_credit:
+            placed_RS = place_step_rewards(self.samples, self.host_mask_RS, self.settings)
+            step_rewards_RS = placed_RS.to(self.device)
         is_truncated_R = torch.tensor([s.is_truncated for s in self.samples], device=self.device)
         self.advantages_RS, self.returns_RS = compute_value_advantages(
             rewards_R.to(device=self.device, dtype=torch.float32),
@@ -548,6 +528,7 @@ class RolloutBuffer:
             gamma=self.settings.gamma,
             gae_lambda=self.settings.gae_lambda,
             kl_penalty_RS=penalty_RS,
+            step_rewards_RS=step_rewards_RS,
             ratios_RS=ratios_RS,
             rho_cap=self.settings.weight_cap,
             c_cap=self.settings.vtrace_c,

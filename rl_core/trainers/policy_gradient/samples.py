@@ -50,9 +50,18 @@ class TrainingSample:
     role: str = ""  # level and kind of the episode, for baselines by role
     # Reward components by name: value and weight; {} = nothing reads them.
     components: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    # (index of its last completion token, score) of each step, and the weight of their reward, for credit by step
+    steps: Sequence[tuple[int, float]] = ()
+    step_weight: float = 0.0
+    step_value: float = 0.0  # aggregate of the scores, in `reward` times the weight
     teacher_row: TrainRow | None = None  # the same completion after a self-teacher's prompt
     # [T] with credit by turn, where `advantage` is the rollout's alone; None = all tokens have `advantage`
     token_advantages: Sequence[float] | None = None
+
+    @property
+    def outcome_reward(self) -> float:
+        """The reward without the part that is earned by steps."""
+        return self.reward - self.step_weight * self.step_value
 
 
 SampleGroup = list[TrainingSample]  # [G] the samples of one prompt
@@ -65,6 +74,7 @@ def build_sample_groups(
     mask_truncated: bool = False,
     task_weight: float | None = None,
     read_components: Callable[[Rollout], Mapping[str, tuple[float, float]]] | None = None,
+    read_step_reward: Callable[[Rollout], tuple[float, float]] | None = None,
 ) -> list[SampleGroup]:
     """Build one sample per rollout, in the groups of the rollouts.
 
@@ -75,6 +85,7 @@ def build_sample_groups(
             still counts in its group.
         task_weight: of the environment's reward in the total, for credit by turn; None = no turns are needed.
         read_components: value and weight of each reward component of an unmasked rollout; None = nothing reads them.
+        read_step_reward: value and weight of its process reward; None = no credit by step.
     """
 
     def sample(rollout: Rollout) -> TrainingSample:
@@ -86,13 +97,21 @@ def build_sample_groups(
         if mask_truncated and is_cut_by_token_limit(rollout):
             row = dataclasses.replace(row, loss_mask=[False] * len(row.loss_mask))
         turns = [] if task_weight is None else build_sample_turns(rollout, task_weight)
-        trajectory = rollout.trajectory
+        trajectory, steps = rollout.trajectory, rollout.step_scores
+        step_value = step_weight = 0.0
+        if read_step_reward is None or rollout.is_masked:
+            steps = []
+        else:
+            step_value, step_weight = read_step_reward(rollout)
         return TrainingSample(
             row,
             rollout.reward,
             is_truncated,
             is_masked=rollout.is_masked,
             turns=turns,
+            steps=steps,
+            step_weight=step_weight,
+            step_value=step_value,
             role="/".join(part for part in (trajectory.level, trajectory.kind) if part),
             components=(
                 {} if read_components is None or rollout.is_masked else read_components(rollout)
@@ -191,6 +210,11 @@ class ReplayBuffer:
                     torch.float64,
                 ),
             }
+        if any(sample.steps for sample in samples):
+            by_token |= {
+                "steps": [[[end, score] for end, score in s.steps] for s in samples],
+                "step_rewards": [[s.step_value, s.step_weight] for s in samples],
+            }
         return {
             **by_token,
             "group_sizes": [
@@ -229,6 +253,9 @@ class ReplayBuffer:
             parts = _split_by_lengths(state["token_advantages"], state["lengths"])
             has_them = state["has_token_advantages"]
             by_token = [part if has else None for part, has in zip(parts, has_them, strict=True)]
+        no_steps: list[list[Any]] = [[] for _ in rows]
+        steps = state.get("steps", no_steps)
+        step_rewards = state.get("step_rewards", [(0.0, 0.0)] * len(rows))
         samples = iter(
             TrainingSample(
                 row,
@@ -238,10 +265,24 @@ class ReplayBuffer:
                 is_replayed=True,
                 is_masked=is_masked,
                 token_advantages=token_advantages,
+                steps=[(int(end), float(score)) for end, score in row_steps],
+                step_value=float(step_value),
+                step_weight=float(step_weight),
             )
-            for row, token_advantages, reward, is_truncated, is_masked, advantage in zip(
+            for (
+                row,
+                token_advantages,
+                row_steps,
+                (step_value, step_weight),
+                reward,
+                is_truncated,
+                is_masked,
+                advantage,
+            ) in zip(
                 rows,
                 by_token,
+                steps,
+                step_rewards,
                 state["rewards"],
                 state["is_truncated"],
                 state["is_masked"],

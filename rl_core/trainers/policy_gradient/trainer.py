@@ -510,6 +510,7 @@ class PolicyGradientTrainer(RolloutTrainer):
                 None if settings.turn_credit is None else self.rewards.weights.get("task", 0.0)
             ),
             read_components=self._read_components if self._needs_components else None,
+            read_step_reward=self._read_step_reward if settings.uses_step_credit else None,
         )
         if settings.turn_credit is not None and fresh:
             warn_about_single_turns(fresh)
@@ -566,6 +567,9 @@ class PolicyGradientTrainer(RolloutTrainer):
 
     def _read_components(self, rollout: Rollout) -> dict[str, tuple[float, float]]:
         return self.rewards.read_components(rollout, self._scorer.penalties)
+
+    def _read_step_reward(self, rollout: Rollout) -> tuple[float, float]:
+        return self.rewards.read_components(rollout).get("process", (0.0, 0.0))
 
     def _measure_component_spread(self, group: RolloutGroup) -> float:
         """Return the largest range of a reward component in a group; groups of equal totals may differ in parts."""

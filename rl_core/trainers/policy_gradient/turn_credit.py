@@ -58,20 +58,10 @@ def build_sample_turns(rollout: Rollout, task_weight: float) -> list[SampleTurn]
     Raises: DataError if the tokens are not those of the turns.
     """
     turns = rollout.trajectory.turns
-    sampled = [index for index, counts in enumerate(rollout.loss_mask) if counts]
-    if len(sampled) != sum(turn.num_tokens for turn in turns if turn.is_trained):
-        raise DataError(
-            f"turn_credit: an episode of {rollout.trajectory.environment} has {len(sampled)} sampled tokens, but its "
-            "turns do not sum to them; it was recorded without the tokens of each turn"
-        )
-    num_used = 0
-    tokens: list[range] = []
-    for turn in turns:
-        start = stop = 0
-        if turn.is_trained and turn.num_tokens:
-            start, stop = sampled[num_used], sampled[num_used + turn.num_tokens - 1] + 1
-            num_used += turn.num_tokens
-        tokens.append(range(start, stop))
+    try:
+        tokens = rollout.list_turn_tokens()
+    except DataError as error:
+        raise DataError(f"turn_credit: {error}") from error
     order = _order_turns(turns)
     rewards = [task_weight * turns[index].reward for index in order]
     if rewards:

@@ -81,7 +81,8 @@ def test_learned_with_weight_0_needs_no_model():
 
 
 def test_every_shipped_component_can_be_named():
-    of_rows = {*ANSWER_CHECKS, "judge"}  # need a readable target, or a server
+    # need a readable target, a server, or the tokens of each turn
+    of_rows = {*ANSWER_CHECKS, "judge", "process"}
     names = [name for name in REWARD_COMPONENTS if name not in of_rows]
     orchestrator = RewardOrchestrator(
         dict.fromkeys(names, 1.0), scorer=lambda rows: [float(len(r)) for r in rows]

@@ -9,7 +9,7 @@ from helpers.reward_rollouts import group, rollout, say
 
 from rl_core import json_client
 from rl_core.errors import RewardError, SettingsError
-from rl_core.rewards.judge_replies import read_score
+from rl_core.rewards.judges.replies import read_score
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import JudgeSettings, RewardSettings
 

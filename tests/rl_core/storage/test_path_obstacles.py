@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import CheckpointError, SettingsError
-from rl_core.rewards.model_components import JudgeReward
+from rl_core.rewards.judges.judge_reward import JudgeReward
 from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.settings import JudgeSettings
 from rl_core.storage import atomic_files
@@ -172,4 +172,4 @@ def test_a_user_without_a_home_gets_a_remedy(monkeypatch, tmp_path):
         JudgeReward(settings)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert resolve_cache_folder("judgements") == tmp_path / "posttrain" / "judgements"
-    assert JudgeReward(settings)._folder == tmp_path / "posttrain" / "judgements"
+    assert JudgeReward(settings).client.cache.folder == tmp_path / "posttrain" / "judgements"

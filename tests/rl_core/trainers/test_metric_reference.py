@@ -93,12 +93,16 @@ def run_supervised():
 
 
 def run_policy(tokenizer, folder):
+    steps = folder.with_name("steps.py")
+    steps.write_text("def check(steps, trajectory):\n    return [1.0] * len(steps)\n")
+    process = {"function": f"{steps}:check"}
     rewards = RewardOrchestrator(
         {
             name: 1.0 for name in REWARD_COMPONENTS if name not in ANSWER_CHECKS and name != "judge"
         },  # these log no additional name
         scorer=lambda rows: [float(len(row)) for row in rows],
-        options=RewardSettings(window=3),
+        options=RewardSettings(window=3, process=process),
+        decode=tokenizer.decode,
     )
     watched = ExitCondition(metric="success_rate", window=1, threshold=0.0)
     slope = ExitCondition(metric="reward/mean", statistic="slope", window=2, threshold=1e9)

@@ -1,0 +1,52 @@
+"""Steps of a text, and the tokens that complete them."""
+
+import random
+
+import pytest
+
+from rl_core.data.text_steps import TextStep, find_completing_tokens, split_into_steps
+from rl_core.errors import DataError
+
+
+def test_a_text_is_split_after_each_delimiter():
+    assert split_into_steps("a\nbc\nd", "\n") == [("a", 2), ("bc", 5), ("d", 6)]
+    assert split_into_steps("a\nbc\n", "\n") == [("a", 2), ("bc", 5)]
+    assert split_into_steps("a; b", "; ") == [("a", 3), ("b", 4)]
+
+
+def test_blank_lines_are_no_steps():
+    assert split_into_steps("\n\na\n \n\nb\n\n", "\n") == [("a", 7), ("b", 10)]
+    assert split_into_steps("", "\n") == [TextStep("", 0)]
+    assert split_into_steps(" \n\n", "\n") == [TextStep("", 3)]
+    with pytest.raises(DataError, match="delimiter"):
+        split_into_steps("a", "")
+
+
+def test_the_completing_token_is_the_first_that_reaches_the_end():
+    pieces = ["ab", "c\n", "d", "", "\nef", "g"]  # one token completes a step and begins the next
+
+    def decode(ids):
+        return "".join(pieces[number] for number in ids)
+
+    text = decode(range(6))
+    ends = [step.end for step in split_into_steps(text, "\n")]
+    assert ends == [4, 6, 9]
+    assert find_completing_tokens(range(6), ends, decode) == [1, 4, 5]
+    assert find_completing_tokens(range(6), [99], decode) == [5]
+    with pytest.raises(DataError):
+        find_completing_tokens([], [1], decode)
+
+
+def test_random_texts_agree_with_a_search_from_the_left():
+    dice = random.Random(0)
+    for _ in range(200):
+        pieces = ["".join(dice.choices("ab\n", k=dice.randint(0, 4))) for _ in range(12)]
+
+        def decode(ids, pieces=pieces):
+            return "".join(pieces[number] for number in ids)
+
+        ends = [step.end for step in split_into_steps(decode(range(12)), "\n")]
+        expected = [
+            next((n for n in range(12) if len(decode(range(n + 1))) >= end), 11) for end in ends
+        ]
+        assert find_completing_tokens(range(12), ends, decode) == expected
