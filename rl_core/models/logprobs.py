@@ -319,6 +319,7 @@ def read_vocabulary_logprobs(
     base = unwrap_model(model)
     head = base.get_output_embeddings()
     is_plain_head = check_chunked_head(base).allowed
+    weight = head.weight if is_plain_head else None  # the gathered one of a sharded model
     if is_plain_head:
         states = compute_prefix_states(base, batch, _mark_read_positions(batch, with_last=False))
         states_NX = states.select(positions_N - 1)
@@ -331,10 +332,10 @@ def read_vocabulary_logprobs(
         if indices_C is not None:
             logits_CV = logits_CV.index_select(0, indices_C)
             temperatures_C = None if temperatures_N is None else temperatures_N[indices_C]
-        if is_plain_head and rounds_head_operands(logits_CV, head.weight):
+        if weight is not None and rounds_head_operands(logits_CV, weight):
             logits_CV = apply_linears(logits_CV, [head])
-        elif is_plain_head:
-            logits_CV = functional.linear(logits_CV, head.weight, head.bias)
+        elif weight is not None:
+            logits_CV = functional.linear(logits_CV, weight, head.bias)
         logits_CV = logits_CV.to(promote_to_float32(logits_CV.dtype))
         if temperatures_C is not None:
             logits_CV = logits_CV / temperatures_C[:, None]

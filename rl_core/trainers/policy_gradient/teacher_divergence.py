@@ -30,6 +30,7 @@ from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 from rl_core.types import TrainBatch
 
 _BUFFERS = 4  # [tokens, V] that the divergence of a chunk holds, for each that its log-probs need
+_MIN_CHUNK = 32  # tokens
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ class TeacherDivergence:
     def _split_spans(self, student: _SpanTokens, teacher: _SpanTokens) -> list[tuple[int, int]]:
         """Split the spans into chunks of bounded size, each with at least one span."""
         size = max(self.teacher.num_tokens)
-        limit = max(32, compute_chunk_tokens(self.buffer.device.type, size) // _BUFFERS)
+        limit = max(_MIN_CHUNK, compute_chunk_tokens(self.buffer.device.type, size) // _BUFFERS)
         chunks, start, held = [], 0, 0
         for index, lengths in enumerate(zip(student.lengths, teacher.lengths, strict=True)):
             if held and held + max(lengths) > limit:
