@@ -39,7 +39,7 @@ class TokenBytes:
 
         Args:
             name: of the tokenizer, for errors.
-        Raises: SettingsError for a tokenizer whose tokens have no bytes, or that changes texts (lower case).
+        Raises: SettingsError for a tokenizer whose tokens have no bytes.
         """
         self.tokenizer = tokenizer
         self.name = name
@@ -70,12 +70,15 @@ class TokenBytes:
         for number, value in sorted(self.bytes_by_id.items(), reverse=True):
             if len(value) == 1 and number not in added:
                 self._ids_by_byte[value[0]] = number
+
+    def check_texts(self) -> None:
+        """Raise SettingsError for a tokenizer that changes plain texts, as by lower case."""
         for probe in _PROBES:
             if self.encode_bytes(probe.encode()) is None:
-                ids = self._encoder.encode_text(probe)
+                text = self.tokenizer.decode(self._encoder.encode_text(probe))
                 raise SettingsError(
-                    f"teacher: the tokenizer of {name} changes texts: {probe!r} becomes {tokenizer.decode(ids)!r}, so "
-                    "the policy's text has no exact tokens there; use a teacher with another tokenizer"
+                    f"teacher: the tokenizer of {self.name} changes texts: {probe!r} becomes {text!r}, so the policy's "
+                    "text has no exact tokens there; use a teacher with another tokenizer"
                 )
 
     def read_bytes(self, token_id: int) -> bytes:

@@ -11,7 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.policy import ModelSource, Policy, load_policy, resolve_model_folder
+from rl_core.api.policy import (
+    ModelSource,
+    Policy,
+    describe_model_source,
+    load_policy,
+    resolve_model_folder,
+)
 from rl_core.api.recipes import Recipe, RolloutRecorder
 from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -68,7 +74,7 @@ def load_teacher(
             raise SettingsError("teacher: a model and an address are set; set one of the two")
         scorer = ServedTeacher(settings)
         name = settings.tokenizer or str(settings.model)
-        tokenizer = causal_lm.load_tokenizer(name, model_settings)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(name, model_settings), model_settings)
     else:
         source = source if source is not None else settings.model
         if source is None:
@@ -79,18 +85,17 @@ def load_teacher(
         teacher = load_policy(source, None if is_loaded else model_settings)
         if teacher.model is policy.model:
             raise SettingsError("teacher: is the policy itself, which has nothing to learn from it")
-        name, tokenizer = str(settings.model or "the model"), teacher.tokenizer
+        name, renderer = describe_model_source(source), teacher.renderer
         scorer = LocalTeacher(teacher.model, context=teacher.context)
-    is_equal = has_equal_vocabulary(policy.tokenizer, tokenizer)
+    is_equal = has_equal_vocabulary(policy.tokenizer, renderer.tokenizer)
     if is_equal and not compares_distributions:
         return scorer
-    if not is_equal and model_settings.chat_template is not None and settings.model is not None:
+    folder = settings.tokenizer or source or settings.model
+    if not is_equal and model_settings.chat_template is not None and isinstance(folder, str | Path):
         # The policy's template is not that of a model of another family.
         model_settings = dataclasses.replace(model_settings, chat_template=None)
-        tokenizer = causal_lm.load_tokenizer(
-            settings.tokenizer or resolve_model_folder(settings.model), model_settings
-        )
-    renderer = ChatRenderer(tokenizer, model_settings)
+        tokenizer = causal_lm.load_tokenizer(resolve_model_folder(folder), model_settings)
+        renderer = ChatRenderer(tokenizer, model_settings)
     aligned = AlignedTeacher(scorer, policy.renderer, renderer, name, has_equal_tokens=is_equal)
     if not is_equal:
         num_shared = len(aligned.pair_tokens()[0])
@@ -99,7 +104,7 @@ def load_teacher(
             "as text, and is compared over spans that end at the same byte (policy/aligned_rate)",
             name,
             num_shared,
-            len(tokenizer),
+            aligned.num_tokens[1],
         )
     return aligned
 

@@ -53,7 +53,7 @@ class AlignedTeacher:
             student, teacher: renderers of both models.
             name: of the teacher, for errors.
             has_equal_tokens: both have the same vocabulary: the teacher reads the policy's rows.
-        Raises: SettingsError for a tokenizer without bytes, and for templates of which one opens a thought.
+        Raises: SettingsError for a tokenizer without bytes, templates of which one opens a thought, or native tools.
         """
         self.scorer = scorer
         self.pad_id = teacher.pad_id
@@ -61,6 +61,11 @@ class AlignedTeacher:
         self._student, self._teacher = student, teacher
         if has_equal_tokens:
             return
+        if student.settings.native_tools:
+            raise SettingsError(
+                "model.native_tools: a teacher with another vocabulary reads an episode's messages alone, without the "
+                "tools of the policy's chat template; remove it"
+            )
         if student.opened_thought != teacher.opened_thought:
             raise SettingsError(
                 f"teacher: the chat template of {name} begins every answer with {teacher.opened_thought!r}, the "
@@ -69,6 +74,7 @@ class AlignedTeacher:
             )
         self._student_bytes = TokenBytes(student.tokenizer, "the policy")
         self._teacher_bytes = TokenBytes(teacher.tokenizer, name)
+        self._teacher_bytes.check_texts()
 
     @property
     def num_tokens(self) -> tuple[int, int]:

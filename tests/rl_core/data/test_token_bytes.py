@@ -46,6 +46,7 @@ PARTS = st.one_of(
 @functools.cache
 def read_kind(kind):
     tokenizer = KINDS[kind]()
+    TokenBytes(tokenizer, kind).check_texts()
     if kind == "digits":
         tokenizer.add_tokens(["<tool>", "llo w"])
     return TokenBytes(tokenizer, kind)
@@ -161,7 +162,7 @@ def test_tokenizers_without_exact_bytes_are_refused():
         TokenBytes(train_word_pieces(), "theirs")
     lower = train_byte_level(300, normalizers.Lowercase())
     with pytest.raises(SettingsError, match=r"theirs changes texts: 'Ab cD.* becomes 'ab cd"):
-        TokenBytes(lower, "theirs")
+        TokenBytes(lower, "theirs").check_texts()
     slow = type("Slow", (), {})()
     with pytest.raises(SettingsError, match=r"theirs \(Slow\) has no tokenizers backend"):
         TokenBytes(slow, "theirs")

@@ -1,4 +1,4 @@
-"""A teacher with another vocabulary: rows, advantages and distributions by hand; learning, resume, adapters, servers."""
+"""A teacher with another vocabulary: rows, advantages, distributions by hand; learning, resume, adapters, servers."""
 
 import collections
 import functools
