@@ -192,8 +192,11 @@ class AlignedTeacher:
         advantages_RS = aligned_distillation_advantages(
             student_RS, teacher_RU, spans_RS, spans_RU, gamma=buffer.settings.gamma
         )
-        kl_sum = student_RS[spans_RS >= 0].sum() - teacher_RU[spans_RU >= 0].sum()
-        return advantages_RS.to(buffer.device), kl_sum.to(buffer.device)
+        student_sum, teacher_sum = (
+            logprobs[spans >= 0].double().sum().float()
+            for logprobs, spans in ((student_RS, spans_RS), (teacher_RU, spans_RU))
+        )
+        return advantages_RS.to(buffer.device), (student_sum - teacher_sum).to(buffer.device)
 
     def _align_rollout(
         self, rollout: Rollout
