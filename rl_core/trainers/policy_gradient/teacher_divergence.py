@@ -91,13 +91,13 @@ class TeacherDivergence:
 
     def compute_loss(
         self, batch: TrainBatch, counts: LossDenominators, span_counts: LossDenominators
-    ) -> tuple[TokenOutputs, torch.Tensor, dict[str, Any]]:
+    ) -> tuple[TokenOutputs, tuple[torch.Tensor, dict[str, Any]]]:
         """Compute the mean divergence over spans, by the settings' aggregation.
 
         Args:
             counts, span_counts: loss tokens and spans of the whole optimizer step.
-        Returns: log-probs and entropies without gradient; the scalar loss; {"loss", "teacher_divergence" (mean over
-            spans), "teacher_kl" (of the sampled tokens)}.
+        Returns: log-probs and entropies without gradient; the scalar loss with {"loss", "teacher_divergence" (mean
+            over spans), "teacher_kl" (of the sampled tokens)}.
         """
         policy, device = self.buffer.actor_critic.policy, self.buffer.device
         with self.buffer.use_dropout_masks(batch):
@@ -150,16 +150,12 @@ class TeacherDivergence:
             zeros_BS.masked_scatter(mask_BS, logprobs_N),
             zeros_BS.masked_scatter(mask_BS, entropy_N),
         )
-        kl_sum = logprobs_N.sum() - teacher_sum
-        return (
-            outputs,
-            loss,
-            {
-                "loss": loss.detach(),
-                "teacher_divergence": divergence_N.detach().sum() / span_counts.num_forward_tokens,
-                "teacher_kl": kl_sum / counts.num_forward_tokens,
-            },
-        )
+        metrics = {
+            "loss": loss.detach(),
+            "teacher_divergence": losses_J.detach().sum() / span_counts.num_forward_tokens,
+            "teacher_kl": (logprobs_N.sum() - teacher_sum) / counts.num_forward_tokens,
+        }
+        return outputs, (loss, metrics)
 
     def _compare(self, student_JV: torch.Tensor, teacher_JW: torch.Tensor) -> torch.Tensor:
         if self.settings.divergence == "uld":

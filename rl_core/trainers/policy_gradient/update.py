@@ -325,9 +325,9 @@ class PolicyUpdate:
         divergence_BS = None
         if self._top_k_region is not None:
             divergence_BS = self._top_k_region.measure_divergence(batch)
-        teacher_loss = None
+        teacher_loss: tuple[torch.Tensor, dict[str, Any]] | None = None
         if self._teacher_divergence is not None:
-            outputs, *teacher_loss = self._teacher_divergence.compute_loss(
+            outputs, teacher_loss = self._teacher_divergence.compute_loss(
                 batch, self.denominators, self.span_denominators
             )
         else:
