@@ -1,6 +1,6 @@
 """What a policy learns from a teacher with another vocabulary, beside one with its own and GRPO, from the same start.
 
-    python tests/benchmarks/cross_vocabulary.py OUTPUT.json [--seeds 0 1 2] [--iterations 30]
+    python tests/benchmarks/cross_vocabulary.py OUTPUT.json [--seeds 0 1 2] [--iterations 20]
 
 The task: sums of two numbers from 1 to 10, answered by a word. The policy, a model from scratch whose tokenizer spells
 words by letters and short pieces, is fine-tuned on answers of which two in five are right. The teachers are fine-tuned
@@ -37,10 +37,10 @@ NUMBERS = (
     "seventeen eighteen nineteen twenty"
 )
 WORDS = NUMBERS.split()
-SIZES = {"start": 272, "same": 272, "other": 384}  # entries of the tokenizers
+SIZES = {"start": 300, "same": 300, "other": 420}  # entries of the tokenizers
 SAMPLING = dict(max_completion_tokens=14)
 SHARED = dict(
-    iterations=30,
+    iterations=20,
     prompts_per_iteration=16,
     group_size=8,
     learning_rate=1e-3,
@@ -52,7 +52,6 @@ SHARED = dict(
 ARMS = {
     "GRPO": None,
     "own vocabulary, sampled": ("same", {}),
-    "own vocabulary, gold": ("same", dict(divergence="gold")),
     "other vocabulary, sampled": ("other", {}),
     "other vocabulary, uld": ("other", dict(divergence="uld")),
     "other vocabulary, gold": ("other", dict(divergence="gold")),
@@ -97,7 +96,7 @@ def train_model(kind, seed, folder):
         model,
         rows,
         heldout=0.0,
-        settings=dict(epochs=30, batch_size=64, learning_rate=3e-3, eval_every=0, warmup_steps=20),
+        settings=dict(epochs=20, batch_size=64, learning_rate=3e-3, eval_every=0, warmup_steps=20),
         seed=seed,
     )
     training.run()
@@ -151,7 +150,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("output", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--iterations", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
