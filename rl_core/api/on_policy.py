@@ -283,11 +283,13 @@ def distill(
 ) -> Training[PolicyGradientTrainer]:
     """Distil a teacher on-policy: each token of the policy's rollouts is rewarded by log p_teacher - log p_policy.
 
+    A teacher with another vocabulary reads the rollouts as text; `settings.divergence` compares whole distributions.
+
     Args:
-        teacher: a model with the policy's vocabulary: folder, hub name, pair or policy; None = `settings.teacher`,
-            which may also name a server, or the policy itself as `settings.self_teacher` says.
+        teacher: folder, hub name, pair or policy; None = `settings.teacher`, which may also name a server, or the
+            policy itself as `settings.self_teacher` says.
         others: as in `policy_gradient`; rewards are only measured.
-    Raises: as `policy_gradient`; SettingsError for a teacher with another vocabulary.
+    Raises: as `policy_gradient`; SettingsError for a teacher whose tokens cannot be aligned.
     """
     settings = resolve_settings(settings, DistillationSettings)
     environment, prompts_digest = resolve_environment(environment, prompts, heldout_prompts, system)
@@ -306,7 +308,12 @@ def distill(
         )
     loaded = None
     if settings.self_teacher is None:
-        loaded = load_teacher(settings.teacher, policy, teacher)
+        loaded = load_teacher(
+            settings.teacher,
+            policy,
+            teacher,
+            compares_distributions=settings.policy().compares_distributions,
+        )
     recipe = build_distillation_recipe(
         policy,
         loaded,

@@ -23,7 +23,8 @@ _FUNCTIONS = {
     "GRPO": ("grpo", "PolicySettings"),
     "RLOO": ("grpo", "PolicySettings(algorithm='rloo')"),
     "PPO": ("ppo", "PolicySettings(algorithm='ppo')"),
-    "GKD": ("distill", "DistillationSettings"),
+    "GKD": ("distill", "DistillationSettings(divergence='gold')"),
+    "GOLD": ("distill", "DistillationSettings(divergence='gold')"),
     "Distillation": ("distill", "DistillationSettings"),
 }
 _ARGUMENTS = {

@@ -353,6 +353,56 @@ def distillation_advantages(
     return returns(rewards_BT, loss_mask_BT, gamma=gamma)
 
 
+def aligned_distillation_advantages(
+    student_logprobs_BT: torch.Tensor,
+    teacher_logprobs_BU: torch.Tensor,
+    student_spans_BT: torch.Tensor,
+    teacher_spans_BU: torch.Tensor,
+    *,
+    gamma: float = 0.0,
+) -> torch.Tensor:
+    """Compute on-policy distillation advantages from a teacher with other tokens, over spans of the same text.
+
+    The reward of span j is R_j = sum of log p_teacher over its tokens there - sum of log p_student over its tokens
+    here; every token of the student in the span has the advantage A = sum_{i >= j} gamma^(i - j) R_i over spans. With
+    spans of one token on both sides these are `distillation_advantages`, bit for bit.
+
+    Args:
+        student_logprobs_BT, teacher_logprobs_BU: float [B, T] and [B, U], nats, at the same temperature.
+        student_spans_BT, teacher_spans_BU: int64, the span of each token, ascending in a row, below T; -1 = no loss.
+        gamma: discount of later spans' rewards, in [0, 1].
+    Returns: float [B, T], 0 where the span is -1, no gradient.
+    Raises: DataError on shapes, non-finite values, gamma, or a span that only one side has.
+    """
+    mask_BT, mask_BU = student_spans_BT >= 0, teacher_spans_BU >= 0
+    check_inputs(mask_BT, student_logprobs=student_logprobs_BT)
+    check_inputs(mask_BU, teacher_logprobs=teacher_logprobs_BU)
+    if len(mask_BT) != len(mask_BU):
+        raise DataError(
+            f"teacher_logprobs: {len(mask_BU)} rows, student_logprobs has {len(mask_BT)}"
+        )
+    if bool((torch.cat([student_spans_BT, teacher_spans_BU], 1) >= mask_BT.shape[1]).any()):
+        raise DataError("spans: a row has at most as many as the student has tokens")
+
+    def sum_by_span(values_BN: torch.Tensor, spans_BN: torch.Tensor) -> torch.Tensor:
+        sums_BJ = torch.zeros_like(student_logprobs_BT, dtype=values_BN.dtype)
+        filled_BN = fill_masked(values_BN.detach(), spans_BN >= 0)
+        return sums_BJ.scatter_add(1, spans_BN.clamp(min=0), filled_BN)
+
+    counts_BJ, teacher_counts_BJ = (
+        sum_by_span(torch.ones_like(spans_BN, dtype=torch.float32), spans_BN)
+        for spans_BN in (student_spans_BT, teacher_spans_BU)
+    )
+    counted_BJ = counts_BJ > 0
+    if not torch.equal(counted_BJ, teacher_counts_BJ > 0):
+        raise DataError("spans: student and teacher must have tokens in the same ones")
+    rewards_BJ = sum_by_span(teacher_logprobs_BU, teacher_spans_BU) - sum_by_span(
+        student_logprobs_BT, student_spans_BT
+    )
+    advantages_BJ = returns(rewards_BJ, counted_BJ, gamma=gamma)
+    return fill_masked(advantages_BJ.gather(1, student_spans_BT.clamp(min=0)), mask_BT)
+
+
 def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -> torch.Tensor:
     """Compute DAPO's soft overlong penalty: 0 up to max_tokens - buffer, then linear down to -1 at max_tokens.
 

@@ -5,7 +5,7 @@ B rows, S tokens of a sequence, N tokens that carry loss, H hidden, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -302,25 +302,46 @@ def compute_vocabulary_logprobs(model: PreTrainedModel, batch: TrainBatch) -> to
     Args, Raises: as `compute_token_outputs`.
     Returns: float [N, V] in nats, at least float32; rows in the order of `loss_mask_BS.reshape(-1).nonzero()`.
     """
+    return read_vocabulary_logprobs(model, batch)(None)
+
+
+def read_vocabulary_logprobs(
+    model: PreTrainedModel, batch: TrainBatch
+) -> Callable[[torch.Tensor | None], torch.Tensor]:
+    """Run the trunk over a batch; return a function that computes `compute_vocabulary_logprobs` of chosen loss tokens.
+
+    Of a model whose head is a plain product, only the hidden states [N, H] are held between calls.
+    Returns: function from indices [C] into the loss tokens, None for all, to log p [C, V].
+    """
     _check_batch(batch)
     positions_N = batch.find_loss_positions()
     temperatures_N = _select_temperatures(batch, positions_N)
     base = unwrap_model(model)
-    if check_chunked_head(base).allowed:
-        head = base.get_output_embeddings()
+    head = base.get_output_embeddings()
+    is_plain_head = check_chunked_head(base).allowed
+    weight = head.weight if is_plain_head else None  # the gathered one of a sharded model
+    if is_plain_head:
         states = compute_prefix_states(base, batch, _mark_read_positions(batch, with_last=False))
-        states_NH = states.select(positions_N - 1)
-        if rounds_head_operands(states_NH, head.weight):
-            logits_NV = apply_linears(states_NH, [head])
-        else:
-            logits_NV = functional.linear(states_NH, head.weight, head.bias)
+        states_NX = states.select(positions_N - 1)
     else:
         logits_BSV = base(**build_model_inputs(base, batch), use_cache=False).logits
-        logits_NV = _select_rows(logits_BSV, positions_N - 1)
-    logits_NV = logits_NV.to(promote_to_float32(logits_NV.dtype))
-    if temperatures_N is not None:
-        logits_NV = logits_NV / temperatures_N[:, None]
-    return functional.log_softmax(logits_NV, dim=-1)
+        states_NX = _select_rows(logits_BSV, positions_N - 1)
+
+    def compute_logprobs(indices_C: torch.Tensor | None) -> torch.Tensor:
+        logits_CV, temperatures_C = states_NX, temperatures_N
+        if indices_C is not None:
+            logits_CV = logits_CV.index_select(0, indices_C)
+            temperatures_C = None if temperatures_N is None else temperatures_N[indices_C]
+        if weight is not None and rounds_head_operands(logits_CV, weight):
+            logits_CV = apply_linears(logits_CV, [head])
+        elif weight is not None:
+            logits_CV = functional.linear(logits_CV, weight, head.bias)
+        logits_CV = logits_CV.to(promote_to_float32(logits_CV.dtype))
+        if temperatures_C is not None:
+            logits_CV = logits_CV / temperatures_C[:, None]
+        return functional.log_softmax(logits_CV, dim=-1)
+
+    return compute_logprobs
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ class TeacherSettings(Settings):
     )
     tokenizer: str | None = setting(
         None,
-        doc="with url: folder or hub name of the teacher's tokenizer, which must equal the policy's; default: model",
+        doc="with url: folder or hub name of the teacher's tokenizer; default: model",
     )
     api: Literal["prompt_logprobs", "echo"] = setting(
         "prompt_logprobs",
@@ -88,7 +88,14 @@ class SelfTeacherSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class DistilledPolicySettings(PolicySettings):
-    """Policy settings of a distillation: a teacher gives each token its advantage, and no rewards are compared."""
+    """Policy settings of a distillation: a teacher gives each token its advantage, and no rewards are compared.
+
+    `divergence`, `beta` and `shared_weight` as in `DistillationSettings`.
+    """
+
+    divergence: Literal["sampled", "uld", "gold"] = setting("sampled", doc="loss of a token")
+    beta: float | None = setting(None, ge=0, le=1, doc="gold: mixture of the divergence")
+    shared_weight: float | None = setting(None, ge=0, le=1, doc="gold: weight of shared tokens")
 
     @property
     def compares_groups(self) -> bool:
@@ -99,6 +106,11 @@ class DistilledPolicySettings(PolicySettings):
     def is_taught(self) -> bool:
         """True: the trainer needs a teacher."""
         return True
+
+    @property
+    def compares_distributions(self) -> bool:
+        """True if the loss is a divergence between whole distributions."""
+        return self.divergence != "sampled"
 
 
 def _copy_policy_field(name: str) -> Any:
@@ -122,6 +134,26 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
         le=1,
         doc="discount of later tokens' rewards in a token's advantage; 0: a token is credited "
         "only for itself; 1: for the whole sequence's KL (arXiv:2306.08543)",
+    )
+    divergence: Literal["sampled", "uld", "gold"] = setting(
+        "sampled",
+        doc="sampled: policy gradient of the reverse KL from the sampled tokens alone; uld: L1 distance of the sorted "
+        "distributions (arXiv:2402.12030); gold: divergence on the tokens of both vocabularies, uld on the others. "
+        "uld and gold need a teacher that is loaded here",
+    )
+    beta: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        doc="gold: 0 KL(teacher || policy), 1 KL(policy || teacher), between them the generalised Jensen-Shannon "
+        "divergence (arXiv:2306.13649); default: 0.5",
+    )
+    shared_weight: float | None = setting(
+        None,
+        ge=0,
+        le=1,
+        doc="gold: weight of the tokens of both vocabularies, the others have the rest; default: the share of the "
+        "teacher's tokens that the policy has too",
     )
     learning_rate: float = _copy_policy_field("learning_rate")
     weight_decay: float = _copy_policy_field("weight_decay")
@@ -154,6 +186,7 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Check the settings of the policy's update, and that a served teacher is used at temperature 1."""
         self.policy()
+        self._check_divergence()
         if self.self_teacher is not None:
             self._check_self_teacher()
         if self.teacher.url is not None and self.sampling.temperature != 1:
@@ -161,6 +194,33 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
                 f"sampling.temperature: {self.sampling.temperature} with a served teacher, whose log-probs are "
                 "at temperature 1; set 1, or use a teacher that is loaded here"
             )
+
+    def _check_divergence(self) -> None:
+        """Refuse what a divergence between distributions does not use."""
+        for name in ("beta", "shared_weight"):
+            if self.divergence != "gold" and getattr(self, name) is not None:
+                raise SettingsError(
+                    f"{name}: not used by divergence {self.divergence}; remove it, or set divergence: gold"
+                )
+        if self.divergence == "sampled":
+            return
+        if self.teacher.url is not None:
+            raise SettingsError(
+                f"divergence: {self.divergence} compares distributions over the whole vocabulary, which a server does "
+                "not return; set sampled, or use a teacher that is loaded here"
+            )
+        if self.self_teacher is not None:
+            raise SettingsError(
+                f"divergence: {self.divergence} with self_teacher, which scores the sampled tokens; remove one of them"
+            )
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        unused = ("gamma", "clip_eps", "clip_eps_high", "importance", "importance_mask", "replay")
+        for name in unused:
+            if getattr(self, name) != defaults[name]:
+                raise SettingsError(
+                    f"{name}: not used by divergence {self.divergence}, whose gradient is that of each position's "
+                    "divergence and no policy gradient; remove it, or set divergence: sampled"
+                )
 
     def _check_self_teacher(self) -> None:
         """Refuse a second teacher, and what the policy as its own teacher cannot work with."""
@@ -190,4 +250,11 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
         curriculum: tuple[CurriculumStage, ...] = ()
         if self.levels:
             curriculum = (CurriculumStage(name="all", levels=dict.fromkeys(self.levels, 1.0)),)
-        return DistilledPolicySettings(**shared, gamma=self.gamma, curriculum=curriculum)
+        return DistilledPolicySettings(
+            **shared,
+            gamma=self.gamma,
+            curriculum=curriculum,
+            divergence=self.divergence,
+            beta=self.beta,
+            shared_weight=self.shared_weight,
+        )

@@ -368,6 +368,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return False
 
     @property
+    def compares_distributions(self) -> bool:
+        """True if a teacher's distributions replace advantages (`DistilledPolicySettings`)."""
+        return False
+
+    @property
     def aggregation(self) -> Aggregation:
         """Aggregation of the loss over tokens, with the algorithm's default."""
         return self.loss_aggregation or LOSS_AGGREGATIONS.get(self.algorithm, "token_mean")

@@ -55,9 +55,13 @@ def _run_distillation(context: StageContext) -> dict[str, Any]:
     evaluator = None
     if settings.eval_every:
         evaluator = build_validation_evaluator(context, settings.policy(), policy, environment)
+    loaded = None
+    if settings.self_teacher is None:
+        distributions = settings.policy().compares_distributions
+        loaded = load_teacher(teacher, policy, compares_distributions=distributions)
     recipe = build_distillation_recipe(
         policy,
-        None if settings.self_teacher is not None else load_teacher(teacher, policy),
+        loaded,
         environment,
         settings,
         context.seed,

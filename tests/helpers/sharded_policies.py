@@ -28,6 +28,7 @@ from rl_core.settings import (
     TurnCreditSettings,
 )
 from rl_core.settings.distillation import DistilledPolicySettings
+from rl_core.trainers.policy_gradient.cross_vocabulary import AlignedTeacher
 from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 
 # 5 groups for two processes: one of them plays three. Micro-batches hold a few rows.
@@ -162,6 +163,11 @@ def list_scenarios(process_group, folder, numbers):
         "gamma": 0.0,
     }
     yield "self distill", lambda: run(of(**alone, **TWICE))
+    for divergence in ("sampled", "gold"):
+        renderer = ChatRenderer(make_tokenizer())
+        aligned = AlignedTeacher(LocalTeacher(make_model(1)), renderer, renderer, "theirs")
+        other = {**taught, "teacher": aligned, "gamma": 0.0, "divergence": divergence}
+        yield f"distill aligned {divergence}", lambda other=other: run(of(**other, **TWICE))
     walk = {
         "environment": Walk(),
         "turn_credit": TurnCreditSettings(),

@@ -54,6 +54,8 @@ LONG = {
     "gdpo",
     "distill",
     "self distill",
+    "distill aligned sampled",
+    "distill aligned gold",
     "turn credit",
     "dynamic",
     "ppo separate",

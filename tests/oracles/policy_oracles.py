@@ -223,6 +223,30 @@ def distillation(case: Case, gamma: float) -> np.ndarray:
     return discounted(rewards, case.mask, gamma)
 
 
+def aligned_distillation(
+    student: np.ndarray,
+    teacher: np.ndarray,
+    student_spans: np.ndarray,
+    teacher_spans: np.ndarray,
+    gamma: float,
+) -> np.ndarray:
+    """Compute a span's advantage: the sum of its reward, log p_teacher - log p_student of all its tokens, and later
+    spans'.
+    """
+    actual = np.zeros(student.shape)
+    for b in range(len(student)):
+        spans = sorted(int(j) for j in set(student_spans[b]) if j >= 0)
+        rewards = [
+            sum(teacher[b, u] for u in np.flatnonzero(teacher_spans[b] == j))
+            - sum(student[b, t] for t in np.flatnonzero(student_spans[b] == j))
+            for j in spans
+        ]
+        for i, j in enumerate(spans):
+            value = sum(reward * (gamma**k if k else 1.0) for k, reward in enumerate(rewards[i:]))
+            actual[b, student_spans[b] == j] = value
+    return actual
+
+
 def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:
     """Sum of a token's reward and the later ones of its row, each gamma^distance in loss tokens."""
     actual = np.zeros(mask.shape)

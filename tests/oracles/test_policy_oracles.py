@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from oracles import policy_oracles as oracle
-from rl_core.losses.advantages import distillation_advantages, gae, returns, vtrace
+from rl_core.errors import DataError
+from rl_core.losses.advantages import (
+    aligned_distillation_advantages,
+    distillation_advantages,
+    gae,
+    returns,
+    vtrace,
+)
 from rl_core.losses.importance import importance_ratios
 from rl_core.losses.kl import kl_penalty
 from rl_core.losses.supervised import entropy_bonus, token_entropy
@@ -226,6 +233,59 @@ def test_distillation_advantages(cases):
             to_tensor(case.old), to_tensor(case.reference), to_tensor(case.mask), gamma=gamma
         )
         np.testing.assert_allclose(actual.numpy(), oracle.distillation(case, gamma), **EXACT)
+
+
+def draw_spans(rng, rows, width, numbers):
+    """Draw ascending spans of every number of a row, each with one token or more, the rest of the row without loss."""
+    spans = np.full((rows, width), -1)
+    for b, row_numbers in enumerate(numbers):
+        lengths = rng.integers(1, 4, size=len(row_numbers))
+        tokens = np.repeat(row_numbers, lengths)[:width]
+        assert {*tokens} == {*row_numbers}
+        start = int(rng.integers(0, width - len(tokens) + 1))
+        spans[b, start : start + len(tokens)] = tokens
+    return spans
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_aligned_distillation_advantages(cases):
+    """Compare with sums over spans of other lengths on both sides; spans without loss lie between them."""
+    signs = set()
+    for seed, gamma in itertools.product(cases, (0.0, 0.9, 1.0)):
+        rng = np.random.default_rng([20261130, seed])
+        rows = int(rng.integers(1, 5))
+        numbers = [np.flatnonzero(rng.random(6) < 0.7) for _ in range(rows)]
+        spans = [draw_spans(rng, rows, width, numbers) for width in (18, 20)]
+        logprobs = [-rng.exponential(2.0, part.shape) for part in spans]
+        actual = aligned_distillation_advantages(
+            *map(to_tensor, logprobs), *map(torch.tensor, spans), gamma=gamma
+        )
+        expected = oracle.aligned_distillation(*logprobs, *spans, gamma)
+        np.testing.assert_allclose(actual.numpy(), expected, **EXACT)
+        signs |= {*np.sign(expected).flatten().tolist()}
+    assert signs == {-1.0, 0.0, 1.0}
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0])
+def test_spans_of_one_token_have_the_bits_of_distillation_advantages(gamma):
+    for seed in range(30):
+        case = oracle.draw(seed)
+        student, teacher, mask = map(to_tensor, (case.old, case.reference, case.mask))
+        student, teacher = student.float(), teacher.float()
+        spans = (mask.long().cumsum(1) - 1).masked_fill(~mask, -1)
+        aligned = aligned_distillation_advantages(student, teacher, spans, spans, gamma=gamma)
+        assert torch.equal(aligned, distillation_advantages(student, teacher, mask, gamma=gamma))
+
+
+def test_spans_of_one_side_are_refused():
+    logprobs, spans = torch.zeros(1, 3), torch.tensor([[0, 0, 1]])
+    with pytest.raises(DataError, match="tokens in the same ones"):
+        aligned_distillation_advantages(logprobs, logprobs, spans, torch.tensor([[0, 1, 2]]))
+    with pytest.raises(DataError, match="at most as many"):
+        aligned_distillation_advantages(logprobs, logprobs, spans, torch.tensor([[0, 1, 3]]))
+    with pytest.raises(DataError, match="2 rows"):
+        two = torch.zeros(2, 3)
+        aligned_distillation_advantages(logprobs, two, spans, spans.expand(2, 3))
 
 
 @pytest.mark.parametrize("cases", CASES)

@@ -11,13 +11,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.api.policy import ModelSource, Policy, load_policy, resolve_model_folder
+from rl_core.api.policy import (
+    ModelSource,
+    Policy,
+    describe_model_source,
+    load_policy,
+    resolve_model_folder,
+)
 from rl_core.api.recipes import Recipe, RolloutRecorder
+from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.inference.engine import Engine
-from rl_core.inference.teacher import LocalTeacher, ServedTeacher, Teacher, check_vocabulary
+from rl_core.inference.teacher import (
+    LocalTeacher,
+    ServedTeacher,
+    Teacher,
+    has_equal_vocabulary,
+)
 from rl_core.models import causal_lm
 from rl_core.models.adapter_folder import is_adapter_folder, read_adapter_folder
 from rl_core.models.lora import select_served_rank
@@ -27,6 +39,7 @@ from rl_core.rewards.process_reward import StepScorer
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.settings import DistillationSettings, ModelSettings, PolicySettings, TeacherSettings
 from rl_core.storage.atomic_files import resolve_cache_folder
+from rl_core.trainers.policy_gradient.cross_vocabulary import AlignedTeacher, AnyTeacher
 from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
@@ -40,32 +53,61 @@ logger = logging.getLogger(__name__)
 
 
 def load_teacher(
-    settings: TeacherSettings, policy: Policy, source: ModelSource | None = None
-) -> Teacher:
-    """Load the teacher that the settings name, and check it against the policy's tokenizer.
+    settings: TeacherSettings,
+    policy: Policy,
+    source: ModelSource | None = None,
+    *,
+    compares_distributions: bool = False,
+) -> Teacher | AlignedTeacher:
+    """Load the teacher that the settings name, and compare its vocabulary with the policy's.
 
     Args:
         source: a model that replaces `settings.model` and may be loaded already; its weights are frozen.
-    Raises: SettingsError without a teacher or for one with another vocabulary; CheckpointError without such a model.
+        compares_distributions: its distributions are compared, not the sampled tokens.
+    Returns: an aligned teacher for another vocabulary or for distributions, else a teacher of the policy's tokens.
+    Raises: SettingsError without a teacher, or for a tokenizer that cannot be aligned; CheckpointError without such a
+        model.
     """
     model_settings = dataclasses.replace(policy.origin or ModelSettings(), lora=None, path=None)
+    scorer: LocalTeacher | ServedTeacher
     if settings.url is not None:
         if source is not None:
             raise SettingsError("teacher: a model and an address are set; set one of the two")
-        served_teacher = ServedTeacher(settings)
-        folder = settings.tokenizer or str(settings.model)
-        check_vocabulary(policy.tokenizer, causal_lm.load_tokenizer(folder, model_settings), folder)
-        return served_teacher
-    source = source if source is not None else settings.model
-    if source is None:
-        raise SettingsError(
-            "teacher: none is named; set teacher.model to a folder or hub name, or teacher.url and model"
+        scorer = ServedTeacher(settings)
+        name = settings.tokenizer or str(settings.model)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(name, model_settings), model_settings)
+    else:
+        source = source if source is not None else settings.model
+        if source is None:
+            raise SettingsError(
+                "teacher: none is named; set teacher.model to a folder or hub name, or teacher.url and model"
+            )
+        is_loaded = isinstance(source, ModelSettings | Mapping)
+        teacher = load_policy(source, None if is_loaded else model_settings)
+        if teacher.model is policy.model:
+            raise SettingsError("teacher: is the policy itself, which has nothing to learn from it")
+        name, renderer = describe_model_source(source), teacher.renderer
+        scorer = LocalTeacher(teacher.model, context=teacher.context)
+    is_equal = has_equal_vocabulary(policy.tokenizer, renderer.tokenizer)
+    if is_equal and not compares_distributions:
+        return scorer
+    folder = settings.tokenizer or source or settings.model
+    if not is_equal and model_settings.chat_template is not None and isinstance(folder, str | Path):
+        # The policy's template is not that of a model of another family.
+        model_settings = dataclasses.replace(model_settings, chat_template=None)
+        tokenizer = causal_lm.load_tokenizer(resolve_model_folder(folder), model_settings)
+        renderer = ChatRenderer(tokenizer, model_settings)
+    aligned = AlignedTeacher(scorer, policy.renderer, renderer, name, has_equal_tokens=is_equal)
+    if not is_equal:
+        num_shared = len(aligned.pair_tokens()[0])
+        logger.info(
+            "teacher: %s has another vocabulary, and shares %d of its %d tokens with the policy; it reads the rollouts "
+            "as text, and is compared over spans that end at the same byte (policy/aligned_rate)",
+            name,
+            num_shared,
+            aligned.num_tokens[1],
         )
-    teacher = load_policy(source, None if isinstance(source, ModelSettings) else model_settings)
-    if teacher.model is policy.model:
-        raise SettingsError("teacher: is the policy itself, which has nothing to learn from it")
-    check_vocabulary(policy.tokenizer, teacher.tokenizer, str(settings.model or "the model"))
-    return LocalTeacher(teacher.model, context=teacher.context)
+    return aligned
 
 
 def build_policy_gradient_recipe(
@@ -81,7 +123,7 @@ def build_policy_gradient_recipe(
     best_metric: str = "eval/success_rate",
     record: RolloutRecorder | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
-    teacher: Teacher | SelfTeacher | None = None,
+    teacher: AnyTeacher | None = None,
     custom_functions: Mapping[str, Callable[..., Any]] | None = None,
     make_environment: Callable[[], Environment] | None = None,
     server_log: Path | None = None,
@@ -262,7 +304,7 @@ def _return_shipped_environment(environment: Environment) -> Environment:
 
 def build_distillation_recipe(
     policy: Policy,
-    teacher: Teacher | None,
+    teacher: Teacher | AlignedTeacher | None,
     environment: Environment,
     settings: DistillationSettings,
     seed: int,
@@ -277,7 +319,7 @@ def build_distillation_recipe(
     Args:
         teacher: None = the policy itself, as `settings.self_teacher` says.
     """
-    used: Teacher | SelfTeacher | None = teacher
+    used: AnyTeacher | None = teacher
     if settings.self_teacher is not None:
         used = SelfTeacher(
             policy.model,

@@ -145,7 +145,7 @@ def compute_policy_loss(
             dual_clip=settings.dual_clip,
             loss_weights_BT=weights_BS,
         )
-    return loss, metrics | _measure_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
+    return loss, metrics | measure_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
 
 
 def compute_custom_policy_loss(
@@ -174,7 +174,7 @@ def compute_custom_policy_loss(
         num_loss_tokens=count,
         loss_weights_BT=weights_BS,
     )
-    return loss, metrics | _measure_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
+    return loss, metrics | measure_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
 
 
 def compute_importance_weights(
@@ -226,9 +226,10 @@ def measure_sampler_agreement(
 
 
 @torch.no_grad()
-def _measure_policy_kl(
+def measure_policy_kl(
     logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
 ) -> Metrics:
+    """Return KL(old || new) per token at the sampled tokens, by k3 and k1."""
     return {
         "update_kl": masked_sum(kl_k3(old_logprobs_BS, logprobs_BS), mask_BS) / count,
         "update_kl_k1": masked_sum(kl_k1(old_logprobs_BS, logprobs_BS), mask_BS) / count,

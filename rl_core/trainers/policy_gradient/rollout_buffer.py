@@ -1,27 +1,21 @@
-"""Models of a policy-gradient trainer, and the rollout buffer of one iteration.
-
-The models are policy and critic with their optimizers, reference and teacher. The buffer holds samples by group, old
-and reference log-probs, values and advantages.
+"""Rollout buffer of one iteration: samples by group, old and reference log-probs, values and advantages.
 
 Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, G rollouts per prompt.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
-from rl_core.errors import DataError, SettingsError
+from rl_core.distributed import DummyBatch
+from rl_core.errors import DataError
 from rl_core.inference.sampling import compute_sequence_seed
-from rl_core.inference.teacher import LocalTeacher, ServedTeacher, Teacher
+from rl_core.inference.teacher import LocalTeacher, ServedTeacher
 from rl_core.losses.advantages import distillation_advantages
 from rl_core.losses.host_reads import read_scalars
 from rl_core.losses.importance import effective_sample_size, importance_ratios
@@ -30,20 +24,19 @@ from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.forward_modes import seed_dropout_masks, use_training_mode
-from rl_core.models.heads import PolicyWithCritic, SeparateCritic, ValueHead, read_hidden_size
-from rl_core.models.logprobs import check_contexts, check_router, completion_logprobs
-from rl_core.models.lora import disable_adapter, draw_adapter_masks, is_lora
+from rl_core.models.heads import SeparateCritic
+from rl_core.models.logprobs import check_contexts, completion_logprobs
+from rl_core.models.lora import disable_adapter, draw_adapter_masks
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.batching import build_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
+from rl_core.trainers.policy_gradient.actor_critic import ActorCriticModels
 from rl_core.trainers.policy_gradient.advantages import (
-    RoleBaselines,
-    build_role_baselines,
     compare_rewards,
     compute_value_advantages,
 )
-from rl_core.trainers.policy_gradient.custom_functions import CustomFunctions, load_custom_functions
+from rl_core.trainers.policy_gradient.cross_vocabulary import AlignedTeacher
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.trainers.policy_gradient.self_distillation import SelfTeacher
 from rl_core.trainers.policy_gradient.token_credit import (
@@ -51,7 +44,6 @@ from rl_core.trainers.policy_gradient.token_credit import (
     divide_among_turns,
     place_step_rewards,
 )
-from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
 if TYPE_CHECKING:
@@ -60,122 +52,17 @@ if TYPE_CHECKING:
 StepPlan = Sequence[Sequence[int]]  # row indices of each optimizer step
 
 
-@dataclass
-class ActorCriticModels:
-    """The trainable models (policy, critic), their optimizers, and the frozen reference."""
-
-    policy: PreTrainedModel
-    optimizer_step: OptimizerStep  # of the policy, value head included
-    pad_id: int
-    # Frozen reference of the KL term. If it is the policy itself: the policy without its adapters.
-    reference: PreTrainedModel | None = None
-    critic: PolicyWithCritic | None = None  # None = an algorithm without values
-    critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
-    # of a distillation: advantages come from it, not from rewards
-    teacher: Teacher | SelfTeacher | None = None
-    custom_functions: CustomFunctions = field(default_factory=CustomFunctions)
-    role_baselines: RoleBaselines | None = None  # None = the algorithm's comparison of rewards
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the policy."""
-        return next(self.policy.parameters()).device
-
-
-def check_models(
-    settings: PolicySettings,
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    teacher: Teacher | SelfTeacher | None,
-) -> None:
-    """Refuse models that cannot be trained with these settings.
-
-    Raises: SettingsError for a KL term without a reference, an unusable reference, a router's loss for a model without
-        a router, or a distillation without a teacher.
-    """
-    if settings.is_taught != (teacher is not None):
-        raise SettingsError("teacher: a distillation needs one, and no other algorithm takes one")
-    if settings.kl_coef > 0 and reference is None:
-        raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
-    if reference is model and not is_lora(model):
-        raise SettingsError(
-            "kl_coef: a model without adapters cannot be its own reference; pass a copy"
-        )
-    check_router(model, settings.router_aux_loss_coef)
-
-
-def build_actor_critic(
-    model: PreTrainedModel,
-    reference: PreTrainedModel | None,
-    settings: PolicySettings,
-    pad_id: int,
-    process_group: ProcessGroup = SINGLE_PROCESS,
-    teacher: Teacher | SelfTeacher | None = None,
-    custom_functions: CustomFunctions | None = None,
-) -> ActorCriticModels:
-    """Build the policy, critic and optimizers that the algorithm needs; freeze the reference.
-
-    Args:
-        reference: may be `model` itself if it has adapters; the reference is then the model without them, not a copy.
-        custom_functions: None = those that the settings name.
-    """
-    if reference is not None and reference is not model:
-        reference.requires_grad_(False).eval()
-    if custom_functions is None:
-        custom_functions = load_custom_functions(settings)
-    build_step = functools.partial(
-        OptimizerStep,
-        total_steps=settings.iterations * settings.epochs * settings.minibatches,
-        max_nonfinite=settings.max_nonfinite,
-        process_group=process_group,
-    )
-    critic_settings = settings.value_function
-    if critic_settings is None:
-        return ActorCriticModels(
-            model,
-            build_step(model, settings),
-            pad_id,
-            reference,
-            teacher=teacher,
-            custom_functions=custom_functions,
-            role_baselines=build_role_baselines(settings),
-        )
-    if critic_settings.kind == "shared":
-        head = ValueHead(read_hidden_size(model)).to(next(model.parameters()).device)
-        policy_with_head = PolicyWithCritic(model, head)
-        return ActorCriticModels(
-            model,
-            build_step(policy_with_head, settings),
-            pad_id,
-            reference,
-            policy_with_head,
-            custom_functions=custom_functions,
-        )
-    critic = SeparateCritic(model)
-    learning_rate = critic_settings.learning_rate or settings.learning_rate
-    return ActorCriticModels(
-        model,
-        build_step(model, settings),
-        pad_id,
-        reference,
-        PolicyWithCritic(model, critic),
-        build_step(critic, dataclasses.replace(settings, learning_rate=learning_rate)),
-        custom_functions=custom_functions,
-    )
-
-
 class RolloutBuffer:
     """Samples by group, and tensors [R, S] over all their rows, 0 where a token carries no loss; without gradient.
 
     Row r is the r-th sample, group after group. Up to four distributions give log-probs of the same tokens:
     `sampler_logprobs_RS` of the policy that sampled, `old_logprobs_RS` of the policy before this iteration's update,
-    `ref_logprobs_RS` of the reference, `teacher_logprobs_RS` of the teacher.
+    `ref_logprobs_RS` of the reference, `teacher_logprobs_RS` of the teacher (an `AlignedTeacher`: of its tokens).
 
     With dropout (`mask_seed`), a row gets the same masks in every pass of the iteration: old policy, all epochs,
     critic, and the reference, which is the policy's network before training. Ratios and KL then reflect the weights
     only: 1 and 0 before the first step. As masks also depend on shapes, each row is its own micro-batch; masks are
-        therefore independent of the
-    other rows, of minibatches and of the number of processes.
+    therefore independent of the other rows, of minibatches and of the number of processes.
     """
 
     def __init__(
@@ -256,15 +143,16 @@ class RolloutBuffer:
     def _can_share_prefixes(self) -> bool:
         """Return whether all models that read the micro-batches compute common beginnings of rows once."""
         actor_critic, teacher = self.actor_critic, self.actor_critic.teacher
-        reads_vocabulary = self.settings.trust_region_kl == "exact" or self.settings.uses_top_k
-        if self.mask_seed is not None or reads_vocabulary:
+        settings = self.settings
+        reads_vocabulary = settings.trust_region_kl == "exact" or settings.uses_top_k
+        if self.mask_seed is not None or reads_vocabulary or settings.compares_distributions:
             return False  # single rows; distributions over the vocabulary at each row's tokens
         models: list[nn.Module] = [actor_critic.policy]
         if actor_critic.reference is not None:
             models.append(actor_critic.reference)
         if isinstance(teacher, LocalTeacher):
             models.append(teacher.model)
-        elif teacher is not None and not isinstance(teacher, ServedTeacher | SelfTeacher):
+        elif not isinstance(teacher, ServedTeacher | SelfTeacher | AlignedTeacher | None):
             return False  # unknown passes
         critic = actor_critic.critic.critic if actor_critic.critic is not None else None
         if isinstance(critic, SeparateCritic):
@@ -332,10 +220,10 @@ class RolloutBuffer:
         teacher = self.actor_critic.teacher
         assert teacher is not None
         with span("teacher"):
-            if isinstance(teacher, SelfTeacher):
+            if isinstance(teacher, SelfTeacher | AlignedTeacher):
                 self.teacher_logprobs_RS = teacher.compute_row_logprobs(self, plan)
-                return
-            self.teacher_logprobs_RS = self._fill_logprobs(plan, teacher.compute_logprobs)
+            else:
+                self.teacher_logprobs_RS = self._fill_logprobs(plan, teacher.compute_logprobs)
 
     @torch.no_grad()
     def compute_values(self, plan: StepPlan) -> None:
@@ -562,15 +450,22 @@ class RolloutBuffer:
 
     def _estimate_from_teacher(self) -> dict[str, float]:
         """Estimate advantages of a distillation: the contribution of each token (with a discount, of later ones too)
-        to -KL.
+        to -KL. Not where distributions are compared.
         """
-        student_RS = self._select_old_logprobs()
-        assert self.teacher_logprobs_RS is not None
-        self.advantages_RS = distillation_advantages(
-            student_RS, self.teacher_logprobs_RS, self.mask_RS, gamma=self.settings.gamma
-        )
-        kl_sum = masked_sum(kl_k1(student_RS, self.teacher_logprobs_RS), self.mask_RS)
-        return {"policy/teacher_kl": float(kl_sum / self.mask_RS.sum().clamp(min=1))}
+        if self.settings.compares_distributions:
+            return {}
+        teacher, teacher_RS = self.actor_critic.teacher, self.teacher_logprobs_RS
+        student_RS, mask_RS = self._select_old_logprobs(), self.mask_RS
+        assert teacher_RS is not None
+        if isinstance(teacher, AlignedTeacher):
+            self.advantages_RS, kl_sum = teacher.estimate_advantages(self, student_RS, teacher_RS)
+        else:
+            gamma = self.settings.gamma
+            self.advantages_RS = distillation_advantages(
+                student_RS, teacher_RS, mask_RS, gamma=gamma
+            )
+            kl_sum = masked_sum(kl_k1(student_RS, teacher_RS), mask_RS)
+        return {"policy/teacher_kl": float(kl_sum / mask_RS.sum().clamp(min=1))}
 
     def _compute_trace_ratios(self) -> torch.Tensor | None:
         """Compute the ratio of the old policy to the sampler at each loss token, for V-trace; None = no V-trace."""

@@ -36,6 +36,14 @@ MIN_REWARD_SPREAD = 1e-6  # groups whose rewards differ by less carry no signal
 ScoredGroups = tuple[list[RolloutGroup], dict[str, float]]
 
 
+@dataclass(frozen=True, slots=True)
+class TokenAlignment:
+    """Spans of a completion's tokens and of the teacher's tokens of the same text (`data.token_bytes`)."""
+
+    student_spans: Sequence[int]  # [T] number of each token's span, ascending from 0; -1 = no loss
+    teacher_spans: Sequence[int]  # [U] the same of the teacher's tokens
+
+
 @dataclass(slots=True)
 class TrainingSample:
     """One rollout, prepared for training."""
@@ -54,7 +62,11 @@ class TrainingSample:
     steps: Sequence[tuple[int, float]] = ()
     step_weight: float = 0.0
     step_value: float = 0.0  # aggregate of the scores, in `reward` times the weight
-    teacher_row: TrainRow | None = None  # the same completion after a self-teacher's prompt
+    # the same completion after a self-teacher's prompt, or in the tokens of a teacher with another vocabulary
+    teacher_row: TrainRow | None = None
+    alignment: TokenAlignment | None = (
+        None  # with the tokens of `teacher_row`; None = they are equal
+    )
     # [T] with credit by turn, where `advantage` is the rollout's alone; None = all tokens have `advantage`
     token_advantages: Sequence[float] | None = None
 

@@ -85,7 +85,7 @@ class SelfTeacher:
                 for name, tensor in collect_trainable_weights(policy).items()
             }
 
-    def attach_prompts(
+    def attach_rows(
         self, groups: Sequence[RolloutGroup], samples: Sequence[SampleGroup]
     ) -> dict[str, float]:
         """Give each sample the teacher's row; one whose prompt lacks something carries no loss.
@@ -135,7 +135,13 @@ class SelfTeacher:
         def run() -> None:
             memory_fit = MemoryFit("scoring of rollouts by the teacher")
             for indices in plan:
-                memory_fit.compute_batches(self._iter_batches(buffer, indices), fill)
+                batches = build_teacher_batches(
+                    buffer,
+                    indices,
+                    pad_id=buffer.actor_critic.pad_id,
+                    shares_prefixes=optimizer_step.can_share_prefixes(self.policy),
+                )
+                memory_fit.compute_batches(batches, fill)
 
         swapped = (
             nullcontext() if self._weights is None else swap_weights(self.policy, self._weights)
@@ -178,30 +184,6 @@ class SelfTeacher:
             return tensor.dtype
         return torch.promote_types(tensor.dtype, torch.float32)
 
-    def _iter_batches(self, buffer: TaughtBuffer, indices: Sequence[int]) -> list[TrainBatch]:
-        """Build this process's micro-batches of the teacher's rows, on the policy's device."""
-        optimizer_step = buffer.actor_critic.optimizer_step
-        has_loss = buffer.host_mask_RS.any(1).tolist()
-        indices = [index for index in indices if has_loss[index]]
-        if not indices:
-            return []
-        rows = {index: buffer.samples[index].teacher_row for index in indices}
-
-        def build(chosen: Sequence[int]) -> list[TrainBatch]:
-            batches = build_batches(
-                [row for index in chosen if (row := rows[index]) is not None],
-                buffer.settings.micro_batch_tokens,
-                buffer.actor_critic.pad_id,
-                shares_prefixes=optimizer_step.can_share_prefixes(self.policy),
-            )
-            for batch in batches:
-                batch.rows = [chosen[index] for index in batch.rows]
-            return batches
-
-        lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows.values() if row]
-        batches = optimizer_step.process_group.build_local_batches(indices, lengths, build)
-        return [b.to(buffer.device) for b in batches if not isinstance(b, DummyBatch)]
-
     def _build_prompt(self, rollout: Rollout, group: Sequence[Rollout]) -> list[int] | None:
         """Return the token ids of the teacher's prompt; None = the rollout lacks something that it names."""
         rollout.check_one_context("self_teacher")
@@ -240,6 +222,33 @@ class SelfTeacher:
                 "self_teacher.prompt: tells the teacher nothing that the policy does not know; name {target}, "
                 "{solution}, {feedback} or a column"
             )
+
+
+def build_teacher_batches(
+    buffer: TaughtBuffer, indices: Sequence[int], *, pad_id: int, shares_prefixes: bool
+) -> list[TrainBatch]:
+    """Build this process's micro-batches of the teacher's rows that carry loss, on the policy's device."""
+    optimizer_step = buffer.actor_critic.optimizer_step
+    has_loss = buffer.host_mask_RS.any(1).tolist()
+    indices = [index for index in indices if has_loss[index]]
+    if not indices:
+        return []
+    rows = {index: buffer.samples[index].teacher_row for index in indices}
+
+    def build(chosen: Sequence[int]) -> list[TrainBatch]:
+        batches = build_batches(
+            [row for index in chosen if (row := rows[index]) is not None],
+            buffer.settings.micro_batch_tokens,
+            pad_id,
+            shares_prefixes=shares_prefixes,
+        )
+        for batch in batches:
+            batch.rows = [chosen[index] for index in batch.rows]
+        return batches
+
+    lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows.values() if row]
+    batches = optimizer_step.process_group.build_local_batches(indices, lengths, build)
+    return [b.to(buffer.device) for b in batches if not isinstance(b, DummyBatch)]
 
 
 def _collect_values(rollout: Rollout, group: Sequence[Rollout]) -> dict[str, Any]:

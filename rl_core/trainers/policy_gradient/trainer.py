@@ -25,7 +25,6 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import StoreFailedEpisode
 from rl_core.environments.two_player import NUM_PLAYERS
 from rl_core.inference.sampling import RolloutBackend, compute_sequence_seed
-from rl_core.inference.teacher import Teacher
 from rl_core.models.hidden_states import TurnEmbeddings, compute_turn_embeddings
 from rl_core.rewards.components import OverlongPenalty
 from rl_core.rewards.orchestrator import RewardOrchestrator
@@ -34,14 +33,15 @@ from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
 from rl_core.rollouts.rollout_metrics import TruncationMonitor, compute_rollout_metrics
 from rl_core.settings import PolicySettings, RollbackSettings, build_settings
 from rl_core.timing import span
+from rl_core.trainers.policy_gradient.actor_critic import build_actor_critic, check_models
 from rl_core.trainers.policy_gradient.advantages import (
     LearningSignalMonitor,
     compute_advantage_metrics,
 )
+from rl_core.trainers.policy_gradient.cross_vocabulary import AlignedTeacher, AnyTeacher
 from rl_core.trainers.policy_gradient.custom_functions import load_custom_functions
 from rl_core.trainers.policy_gradient.losses import compute_next_kl_coef
 from rl_core.trainers.policy_gradient.numerics_gate import NumericsGate
-from rl_core.trainers.policy_gradient.rollout_buffer import build_actor_critic, check_models
 from rl_core.trainers.policy_gradient.samples import (
     ReplayBuffer,
     SampleGroup,
@@ -132,7 +132,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         evaluator: Callable[[], Mapping[str, float]] | None = None,
         record: RolloutRecorder | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
-        teacher: Teacher | SelfTeacher | None = None,
+        teacher: AnyTeacher | None = None,
         custom_functions: Mapping[str, Callable[..., Any]] | None = None,
         opponents_folder: Path | None = None,
     ) -> None:
@@ -514,9 +514,9 @@ class PolicyGradientTrainer(RolloutTrainer):
         )
         if settings.turn_credit is not None and fresh:
             warn_about_single_turns(fresh)
-        taught = {}
-        if self._self_teacher is not None:
-            taught = self._self_teacher.attach_prompts(self.groups, fresh)
+        taught, teacher = {}, self.actor_critic.teacher
+        if isinstance(teacher, SelfTeacher | AlignedTeacher):
+            taught = teacher.attach_rows(self.groups, fresh)
         replayed = self._replay.draw_groups(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
         metrics |= taught | compute_masking_metrics(

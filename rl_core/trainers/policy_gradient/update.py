@@ -30,16 +30,20 @@ from rl_core.models.logprobs import (
 from rl_core.out_of_memory import MemoryFit
 from rl_core.rollouts.rollout_metrics import aggregate_step_metrics
 from rl_core.settings import PolicySettings
+from rl_core.settings.distillation import DistilledPolicySettings
+from rl_core.trainers.policy_gradient.actor_critic import ActorCriticModels
 from rl_core.trainers.policy_gradient.losses import (
     LossDenominators,
     compute_custom_policy_loss,
     compute_importance_weights,
     compute_policy_loss,
     compute_token_weights,
+    measure_policy_kl,
     measure_sampler_agreement,
 )
-from rl_core.trainers.policy_gradient.rollout_buffer import ActorCriticModels, RolloutBuffer
+from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 from rl_core.trainers.policy_gradient.samples import TrainingSample
+from rl_core.trainers.policy_gradient.teacher_divergence import TeacherDivergence
 from rl_core.trainers.policy_gradient.trust_region import ExactTrustRegion, TopKRegion
 from rl_core.training.guarded_step import run_guarded_step
 from rl_core.types import TrainBatch
@@ -89,6 +93,10 @@ class PolicyUpdate:
         # None = no trust region, or one estimated at the sampled tokens.
         self._trust_region: ExactTrustRegion | None = None
         self._top_k_region: TopKRegion | None = None  # None = the loss reads no top-K divergence
+        self._teacher_divergence: TeacherDivergence | None = None  # None = a policy gradient
+        if isinstance(settings, DistilledPolicySettings) and settings.compares_distributions:
+            self._teacher_divergence = TeacherDivergence(self.buffer, settings)
+        self.span_denominators = self.denominators  # the same, in spans of the teacher's divergence
 
     def run_optimizer_steps(self, rng: np.random.Generator) -> dict[str, float]:
         """Run all optimizer steps; metrics are means over them (`_max`: the largest)."""
@@ -161,7 +169,7 @@ class PolicyUpdate:
             buffer.compute_values(minibatches)
         needs_old = steps > 1 or settings.kl_max is not None
         uses_vtrace = settings.importance == "vtrace"
-        has_teacher = self.actor_critic.teacher is not None
+        has_teacher = self.actor_critic.teacher is not None and self._teacher_divergence is None
         if in_reward:
             buffer.compute_ref_logprobs(minibatches)
         if has_teacher:
@@ -176,6 +184,7 @@ class PolicyUpdate:
             in_loss
             or self.entropy_coef > 0
             or settings.trust_region_coef > 0
+            or self._teacher_divergence is not None
             # A custom loss may be different from 0 at an advantage of 0.
             or self.actor_critic.custom_functions.loss is not None
             or (critic is not None and critic.value_head is not None)
@@ -226,7 +235,10 @@ class PolicyUpdate:
         if not self.critic_only:
             batches = self.buffer.build_local_batches(self._select_trained_rows(indices))
         if batches:
-            self.denominators = self._count_denominators(indices)
+            self.denominators = self._count_denominators(indices, self.buffer.host_mask_RS)
+            if self._teacher_divergence is not None:
+                span_mask_RS = self._teacher_divergence.host_mask_RS
+                self.span_denominators = self._count_denominators(indices, span_mask_RS)
             if self.settings.router_aux_loss_coef > 0:
                 self.num_routed_tokens = self._count_real_tokens(batches)
             metrics = self._run_policy_step(batches)
@@ -288,10 +300,12 @@ class PolicyUpdate:
         )
         return sum(self.actor_critic.optimizer_step.process_group.all_gather(num_tokens))
 
-    def _count_denominators(self, indices: Sequence[int]) -> LossDenominators:
+    def _count_denominators(
+        self, indices: Sequence[int], host_mask_RS: torch.Tensor
+    ) -> LossDenominators:
         """Count the denominators of a step, including rows of advantage 0 that are not run, whose loss is 0."""
-        mask_RS = self.buffer.host_mask_RS[list(indices)]
-        forward_mask_RS = self.buffer.host_mask_RS[self._select_trained_rows(indices)]
+        mask_RS = host_mask_RS[list(indices)]
+        forward_mask_RS = host_mask_RS[self._select_trained_rows(indices)]
         return LossDenominators(
             num_loss_tokens=int(mask_RS.sum()),
             num_forward_tokens=int(forward_mask_RS.sum()),
@@ -311,14 +325,20 @@ class PolicyUpdate:
         divergence_BS = None
         if self._top_k_region is not None:
             divergence_BS = self._top_k_region.measure_divergence(batch)
-        with buffer.use_dropout_masks(batch):
-            outputs = compute_token_outputs(
-                self.actor_critic.policy,
-                batch,
-                with_entropy=True,
-                value_head=head,
-                with_load_balancing=settings.router_aux_loss_coef > 0,
+        teacher_loss: tuple[torch.Tensor, dict[str, Any]] | None = None
+        if self._teacher_divergence is not None:
+            outputs, teacher_loss = self._teacher_divergence.compute_loss(
+                batch, self.denominators, self.span_denominators
             )
+        else:
+            with buffer.use_dropout_masks(batch):
+                outputs = compute_token_outputs(
+                    self.actor_critic.policy,
+                    batch,
+                    with_entropy=True,
+                    value_head=head,
+                    with_load_balancing=settings.router_aux_loss_coef > 0,
+                )
         logprobs_BS = outputs.logprobs_BS
         if self._first_logprobs_RS is not None:
             width = logprobs_BS.shape[1]
@@ -339,9 +359,13 @@ class PolicyUpdate:
             policy_metrics["importance_mean"] = masked_sum(weights_BS, mask_BS) / count
             square_mean = masked_sum(weights_BS.square(), mask_BS) / count
             policy_metrics["importance_square_mean"] = square_mean
-        loss, loss_metrics = self._compute_policy_loss(
-            batch, logprobs_BS, old_BS, advantages_BS, weights_BS, divergence_BS
-        )
+        if teacher_loss is not None:
+            loss, loss_metrics = teacher_loss
+            loss_metrics |= measure_policy_kl(logprobs_BS, old_BS, mask_BS, count)
+        else:
+            loss, loss_metrics = self._compute_policy_loss(
+                batch, logprobs_BS, old_BS, advantages_BS, weights_BS, divergence_BS
+            )
         policy_metrics |= loss_metrics
         policy_metrics |= measure_sampler_agreement(sampler_BS, old_BS, mask_BS, count)
         loss, term_metrics = self._add_loss_terms(loss, outputs, old_BS, batch)

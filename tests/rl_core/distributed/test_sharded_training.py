@@ -71,6 +71,8 @@ FURTHER_POLICIES = [
     "gdpo",
     "distill",
     "self distill",
+    "distill aligned sampled",
+    "distill aligned gold",
     "turn credit",
     "dynamic",
     "ppo separate",

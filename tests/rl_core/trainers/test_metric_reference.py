@@ -13,6 +13,7 @@ from helpers.vector_worlds import walkers
 from transformers import LlamaForSequenceClassification
 
 from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricDescription
+from rl_core.data.chat import ChatRenderer
 from rl_core.data.pairs import PairSide, PreferencePair
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.answer_checks import ANSWER_CHECKS
@@ -35,6 +36,7 @@ from rl_core.settings.distillation import DistilledPolicySettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.timing import ENCLOSING_SPANS
 from rl_core.tracking import MemoryTracker
+from rl_core.trainers.policy_gradient.cross_vocabulary import AlignedTeacher
 from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
@@ -133,10 +135,20 @@ def run_policy(tokenizer, folder):
     taught = make_trainer(
         tokenizer, kind=DistilledPolicySettings, teacher=LocalTeacher(frozen), gamma=0.0
     )
+    renderer = ChatRenderer(tokenizer)
+    aligned = make_trainer(
+        tokenizer,
+        kind=DistilledPolicySettings,
+        teacher=AlignedTeacher(LocalTeacher(frozen), renderer, renderer, "theirs"),
+        divergence="gold",
+        gamma=0.0,
+        prompts_per_iteration=2,
+    )
     return (
         collect_logged_names(every, 4, checkpoints=CheckpointStore(folder))
         | collect_logged_names(group, 2)
         | collect_logged_names(taught, 1)
+        | collect_logged_names(aligned, 1)
     )
 
 

@@ -30,7 +30,7 @@ from rl_core.settings import (
     SamplingSettings,
 )
 from rl_core.trainers.policy_gradient import trainer as policy_gradient
-from rl_core.trainers.policy_gradient.rollout_buffer import build_actor_critic
+from rl_core.trainers.policy_gradient.actor_critic import build_actor_critic
 from rl_core.trainers.policy_gradient.samples import TrainingSample
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
