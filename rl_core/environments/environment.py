@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
+from rl_core.data.images import describe_images
 from rl_core.data.splits import normalize_prompt
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
@@ -400,7 +401,10 @@ class Environment(ABC):
         Override it if `reset` is slow or leaves something open.
         """
         episode = self.episode(seed, level)
-        messages = [[message["role"], message["content"]] for message in episode.reset()]
+        messages = [
+            [message["role"], f"{message['content']}{describe_images(message)}"]
+            for message in episode.reset()
+        ]
         return [messages, episode.hidden]
 
     def question(self, seed: int, level: str) -> str:
