@@ -34,7 +34,6 @@ MAX_IMAGE_BYTES = 16 * 2**20  # of a file
 MAX_IMAGE_PIXELS = 2**24  # width times height, before it is decoded
 MAX_ASPECT_RATIO = 100  # longer side to the shorter one; image processors refuse more
 MAX_IMAGES = 64  # of one message
-EXTRA = "vision"  # of pyproject.toml
 _ORIENTATION = 0x0112  # EXIF tag
 _CACHE_BYTES = 256 * 2**20  # of pixels that a reader holds
 _ATTRIBUTE = (
@@ -56,8 +55,7 @@ def _import_pillow() -> Any:
         from PIL import Image, ImageOps
     except ImportError as error:
         raise SettingsError(
-            "images need the package 'pillow', which is not installed; python -m posttrain.install --extras "
-            f"{EXTRA}"
+            "images need the package 'pillow', which is not installed: pip install pillow"
         ) from error
     return Image, ImageOps
 

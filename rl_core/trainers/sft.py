@@ -56,8 +56,8 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
 
         Args:
             model: a causal LM on its device.
-            rows_train, rows_heldout: (ids, loss_mask), or with images as a third entry, of whole conversations; at least one loss token each, none at
-                position 0, which has nothing before it.
+            rows_train, rows_heldout: (ids, loss_mask), or with images as a third entry, of whole conversations; at
+                least one loss token each, none at position 0, which has nothing before it.
         Raises: DataError naming a row that cannot be trained on.
         """
         settings = build_settings(settings, SFTSettings)
