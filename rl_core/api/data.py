@@ -187,7 +187,7 @@ def load_conversations(
     seed: int,
     loss_on: Literal["all", "last"] = "all",
     folder: Path | None = None,
-) -> DataSplit[TrainingSequence] | DataSplit[ImageSequence]:
+) -> DataSplit[TrainingSequence | ImageSequence]:
     """Load demonstrations as (token ids, loss mask), and hold out a share of the prompts or separate rows.
 
     If rows have images, those of each come third.
@@ -209,7 +209,7 @@ def load_conversations(
     train, heldout_rows = (
         attach_images(part.sequences, part.rows, renderer) for part in (split.train, split.heldout)
     )
-    return DataSplit(train, heldout_rows, split.digest)
+    return DataSplit[TrainingSequence | ImageSequence](train, heldout_rows, split.digest)
 
 
 def load_preference_pairs(

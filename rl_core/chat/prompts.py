@@ -114,9 +114,8 @@ class PromptBuilder:
         """
         rendered = self.render_messages(messages, schemas, reasoning_effort)
         ids = self.encode_prompt(rendered)
-        messages = rendered.conversation.messages
         try:
-            images = rendered.renderer.read_images(messages)
+            images = rendered.renderer.read_images(rendered.conversation.messages)
         except (DataError, SettingsError) as error:
             raise ChatRequestError(f"messages: {error}", param="messages") from None
         return ChatPrompt(ids, rendered.tools, rendered.conversation, images)

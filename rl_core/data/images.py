@@ -17,10 +17,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.errors import DataError, SettingsError
-from rl_core.types import ImagePixels
+from rl_core.types import ImagePixels, Message
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -216,7 +216,8 @@ def join_parts(parts: Sequence[Any], load: Callable[[int, Any], str]) -> tuple[s
         load: returns the data URL of the image of part number n, whose source it gets.
     Raises: DataError for more than MAX_IMAGES images, and what `load` raises; ValueError for a part of another type.
     """
-    texts, images = [], []
+    texts: list[str] = []
+    images: list[str] = []
     for number, part in enumerate(parts):
         if is_image_part(part):
             if len(images) == MAX_IMAGES:
@@ -234,6 +235,27 @@ def join_parts(parts: Sequence[Any], load: Callable[[int, Any], str]) -> tuple[s
         else:
             raise ValueError(f"part {number} is neither text nor an image")
     return "".join(texts), images
+
+
+def join_message_parts(message: Message) -> Message:
+    """Return a message whose content is text, images as markers and data URLs; one of text is returned unchanged.
+
+    An image may be a data URL, bytes or an image of Pillow, as an environment has it.
+    Raises: ValueError for a part that cannot be read.
+    """
+    parts: Any = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    try:
+        text, images = join_parts(parts, lambda number, source: load_image(source, None))
+    except ValueError as error:  # a DataError is one
+        raise ValueError(
+            f"content of a message of the role {message.get('role')}: {error}"
+        ) from error
+    joined = cast(Message, {**message, "content": text})
+    if images:
+        joined["images"] = images
+    return joined
 
 
 def list_named_images(path: Path) -> list[Path]:
@@ -306,7 +328,8 @@ class ImageReader:
     def digest(self) -> str:
         """SHA-256 of what decides pixels and tokens of an image."""
         decisive = [self.kind, self.settings, self.tokens, self._merge_size]
-        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        text = json.dumps(decisive, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def marker_text(self) -> str:
@@ -378,7 +401,7 @@ def build_image_reader(
     Raises: DataError if the tokenizer lacks the model's image tokens.
     """
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-    tokens = [tokenizer.convert_ids_to_tokens(config[name]) for name in names]
+    tokens: list[Any] = [tokenizer.convert_ids_to_tokens(config[name]) for name in names]
     if None in tokens:
         missing = names[tokens.index(None)]
         raise DataError(

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
-from rl_core.data.images import describe_images
+from rl_core.data.images import describe_images, join_message_parts
 from rl_core.data.splits import normalize_prompt
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
@@ -403,7 +403,7 @@ class Environment(ABC):
         episode = self.episode(seed, level)
         messages = [
             [message["role"], f"{message['content']}{describe_images(message)}"]
-            for message in episode.reset()
+            for message in map(join_message_parts, episode.reset())
         ]
         return [messages, episode.hidden]
 

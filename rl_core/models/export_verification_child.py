@@ -57,7 +57,7 @@ def measure_logprobs(request: dict[str, Any]) -> dict[str, Any]:
     import transformers
 
     config, _ = transformers.PretrainedConfig.get_config_dict(request["folder"])
-    kind = transformers.AutoModelForCausalLM
+    kind: Any = transformers.AutoModelForCausalLM
     if "vision_config" in config:
         kind = transformers.AutoModelForImageTextToText
     model, report = load_model(kind, request)
@@ -88,7 +88,7 @@ def read_images(request: dict[str, Any], model: Any, ids: Any, urls: Any) -> dic
         Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
         for url in urls
     ]
-    processor = transformers.AutoImageProcessor.from_pretrained(request["folder"])
+    processor = transformers.AutoImageProcessor.from_pretrained(request["folder"], backend="pil")
     outputs = processor(images=images, return_tensors="pt").to(model.device)
     outputs["pixel_values"] = outputs["pixel_values"].to(model.dtype)
     kinds = (ids == model.config.image_token_id).to(torch.int32)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.images import join_parts, load_image
+from rl_core.data.images import join_message_parts
 from rl_core.data.model_text import convert_to_plain_json, replace_unprintable
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.failed_episodes import FailedEpisode, format_error_trace
@@ -381,23 +381,8 @@ def normalize_messages(messages: Sequence[Message]) -> list[Message]:
     """
     normalized = []
     for message in messages:
-        if isinstance(message.get("content"), list):
-            message = _join_message_parts(message)
+        message = join_message_parts(message)
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r:.200} has no role, or no text as its content")
         normalized.append(cast(Message, convert_to_plain_json(message)))
     return normalized
-
-
-def _join_message_parts(message: Message) -> Message:
-    parts: Any = message["content"]
-    try:
-        text, images = join_parts(parts, lambda number, source: load_image(source, None))
-    except ValueError as error:  # DataError is one
-        raise ValueError(
-            f"content of a message of the role {message.get('role')}: {error}"
-        ) from error
-    joined = cast(Message, {**message, "content": text})
-    if images:
-        joined["images"] = images
-    return joined

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import AnalysisResult, analyze
-from rl_core.data.images import encode_thumbnail
+from rl_core.data.images import encode_thumbnail, join_message_parts
 from rl_core.environments.environment import Environment
 from rl_core.environments.pixel_grid_questions import encode_png
 from rl_core.errors import DataError, PosttrainError
@@ -211,7 +211,9 @@ def build_image_function(environment: Environment) -> Callable[[str, int], bytes
         image = getattr(episode, "image", None)
         if callable(image):
             return encode_png(image())
-        urls = [url for message in episode.reset() for url in message.get("images", ())]
+        urls = [
+            url for m in map(join_message_parts, episode.reset()) for url in m.get("images", ())
+        ]
         return encode_thumbnail(urls[0], MAX_THUMBNAIL_SIDE) if urls else None
 
     return draw

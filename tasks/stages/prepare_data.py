@@ -25,6 +25,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.chat_template import format_hermes_call
 from rl_core.data.files import list_data_files
 from rl_core.data.formats import RowKind, explain_misfit
+from rl_core.data.images import join_message_parts
 from rl_core.data.pairs import read_side, truncate_sides
 from rl_core.data.row_sequences import CompressedRows
 from rl_core.data.splits import compute_short_digest
@@ -306,7 +307,7 @@ def _load_demonstrations(
         # As in rollouts of this environment.
         tools = {"tools": schema} if schema and context.pipeline.model.native_tools else {}
         row = {
-            "messages": demonstration.messages,
+            "messages": list(map(join_message_parts, demonstration.messages)),
             "level": level,
             "kind": demonstration.kind,
             "seed": seed,
@@ -522,7 +523,7 @@ def _list_opening_texts(environment: Environment) -> list[str]:
     return [
         message["content"]
         for level, seed in seeds
-        for message in environment.episode(seed, level).reset()
+        for message in map(join_message_parts, environment.episode(seed, level).reset())
     ]
 
 

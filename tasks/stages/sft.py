@@ -36,14 +36,13 @@ def _run_sft_training(context: StageContext) -> dict[str, Any]:
     settings: SFTSettings = context.settings
     policy = load_policy(context.inputs["model"], context.pipeline)
     data = Path(context.inputs["data"])
-    train, heldout = context.process_group.run_on_rank_zero(
+    parts = context.process_group.run_on_rank_zero(
         lambda: load_split_tokens(data, "demonstrations", policy.renderer, settings.loss_on)
     )
+    paths = list_split_files(data, "demonstrations")
     train, heldout = (
         attach_images(tokens, read_json_rows(path), policy.renderer)
-        for tokens, path in zip(
-            (train, heldout), list_split_files(data, "demonstrations"), strict=True
-        )
+        for tokens, path in zip(parts, paths, strict=True)
     )
     trainer = SFTTrainer(
         policy.model,

@@ -13,6 +13,7 @@ from rl_core.capabilities import (
 )
 from rl_core.data.images import find_image_reader
 from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.fallback_batching import FallbackBatcher
 from rl_core.inference.serving_requests import ServedRequest
@@ -34,6 +35,7 @@ class Pictures(Environment):
 
     name, levels, blocking = "pictures", ("all",), False
     knows_success = False
+    tools = Toolset([])
 
     def episode(self, seed, level):
         return PictureEpisode(seed, level)
@@ -47,7 +49,7 @@ class PictureEpisode(Episode):
     def act(self, text):
         if not hasattr(self, "acted"):
             self.acted = True
-            urls = [data_url(SHAPES[self.seed % 3], "green", "white")] if self.seed != 1 else []
+            urls = [data_url(SHAPES[self.seed % 3], "green", "white")] if self.seed not in (1, 3) else []
             return Step([message("and now?", *urls)])
         return Step(terminated=True, reward=1.0)
 
@@ -112,7 +114,8 @@ def test_positions_are_those_of_transformers():
 def test_the_sampler_has_the_trainers_logprobs(temperature):
     policy = sharpen(tiny_policy())
     rollouts = play(policy, temperature)
-    assert sorted(len(rollout.images) for rollout in rollouts) == [0, 1, 1, 2, 2, 3]
+    numbers = {len(rollout.images) for rollout in rollouts}
+    assert {0, 1, 3} <= numbers
     assert all(rollout.loss_mask.count(False) for rollout in rollouts)  # two turns
     worst = 0.0
     for batch in build_batches(rollouts, 4096, policy.renderer.pad_id):
@@ -229,7 +232,8 @@ def test_a_saved_model_reads_the_same_pixels(tmp_path):
     for mine, theirs in zip(play(policy), play(loaded), strict=True):
         assert mine.completion_ids == theirs.completion_ids
         assert [i.digest for i in mine.images] == [i.digest for i in theirs.images]
-    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    for name in ("preprocessor_config.json", "manifest.json"):
+        (tmp_path / "model" / name).unlink()
     with pytest.raises(Exception, match="has no preprocessor_config"):
         load_policy(tmp_path / "model")
 
