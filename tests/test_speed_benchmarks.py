@@ -311,6 +311,7 @@ def test_every_curve_has_an_expectation():
 # ------------------------------------------------------------------------------------------------------------- GPU
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     """With a tiny model: what it would do on a GPU, so that an hour there is not lost to a name."""
     arguments = ["--output", str(tmp_path), "--device", "cpu", "--size", "tiny", "--steps", "1"]
@@ -337,6 +338,7 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_part_of_the_gpu_benchmark_that_fails_or_hangs_ends_no_other(tmp_path, monkeypatch):
     arguments = ["--output", str(tmp_path), "--device", "cpu", "--size", "tiny", "--steps", "1"]
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--parts", "decode,sft,limits"])

@@ -303,7 +303,7 @@ def _build_log_section() -> str:
     with LOG_FIELDS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     return _LOGS + "\n".join(
-        f"| `{row['field']}` | {row['in audit log']} | {row['meaning']} |" for row in rows
+        _format_row((f"`{row['field']}`", row["in audit log"], row["meaning"])) for row in rows
     )
 
 
@@ -356,7 +356,7 @@ def _build_rows(
     links: Mapping[type[Settings], str],
 ) -> list[str]:
     hints = typing.get_type_hints(cls)
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines = ["|key|type|default|meaning|", "|---|---|---|---|"]
     for field in fields:
         limits = _format_range(field.metadata)
         row = (
@@ -379,7 +379,7 @@ def _link_documents(meaning: str) -> str:
 
 
 def _format_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "|" + "|".join(cell.replace("|", "\\|") for cell in cells) + "|"
 
 
 def _format_range(metadata: Mapping[str, Any]) -> str:
@@ -412,7 +412,7 @@ def build_metrics_page() -> str:
     known = {metric.name for group in METRIC_GROUPS for metric in group.metrics}
     if unknown := [row["metric"] for row in rows if row["metric"] not in known]:
         raise ValueError(f"{GLOSSARY.name}: {unknown[0]} is not in the metric reference")
-    glossary = ["| metric | what it says | good | bad |", "|---|---|---|---|"]
+    glossary = ["|metric|what it says|good|bad|", "|---|---|---|---|"]
     glossary += [
         _format_row((f"`{row['metric']}`", row["meaning"], row["good"], row["bad"])) for row in rows
     ]
@@ -423,7 +423,7 @@ def build_metrics_page() -> str:
 
 def _build_metric_group(group: MetricGroup) -> str:
     """Build a group's table. Bounds of an interval and metrics of equal meaning, as for each model, share a row."""
-    lines = [f"## {group.title}", "", group.about, "", "| name (unit) | meaning |", "|---|---|"]
+    lines = [f"## {group.title}", "", group.about, "", "|name (unit)|meaning|", "|---|---|"]
     by_name = {metric.name: metric for metric in group.metrics}
     merged: set[str] = set()
     alike: dict[tuple[str, ...], list[str]] = {}
@@ -473,8 +473,8 @@ def build_coming_from_page() -> str:
 
 def _build_alias_tables(framework: str, aliases: Sequence[FrameworkAlias]) -> str:
     """Build two tables: names of the same meaning and of another meaning. Those without equivalents are left out."""
-    same = [f"| {framework} | here |", "|---|---|"]
-    different = [f"| {framework} | here | difference |", "|---|---|---|"]
+    same = [f"|{framework}|here|", "|---|---|"]
+    different = [f"|{framework}|here|difference|", "|---|---|---|"]
     for row in aliases:
         names = ", ".join(f"`{name}`" for name in row.names)
         if row.trainers:

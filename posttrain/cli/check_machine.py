@@ -491,6 +491,7 @@ def write_machine_calibration(
     import yaml
 
     from rl_core.resources.machine_calibration import calibrate_machine
+    from rl_core.settings.planning import SPEED_NAMES
     from rl_core.storage.atomic_files import write_text_atomic
     from tasks.config import dump_settings
 
@@ -509,11 +510,12 @@ def write_machine_calibration(
     )
     write_text_atomic(path, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
     lines = [f"{machine.name}, {machine.threads} threads, {machine.memory_bytes / 2**30:.1f} GiB"]
-    for name in ("training", "scoring", "decoding"):
+    for name in (*SPEED_NAMES, *(f"{name}_bfloat16" for name in SPEED_NAMES)):
         points = ", ".join(
             f"{speed.median / 1e9:,.0f} ({speed.hidden_size})" for speed in getattr(machine, name)
         )
-        lines.append(f"{name}: {points} GFLOP/s (at width)")
+        if points:
+            lines.append(f"{name.replace('_', ' in ')}: {points} GFLOP/s (at width)")
     lines.append(
         f"memory: copies {machine.copy_bytes_per_second / 1e9:.1f} GB/s, reads "
         f"{machine.read_bytes_per_second / 1e9:.1f} GB/s; a process takes "

@@ -433,6 +433,13 @@ class StagePlanner:
         with enable_autocast(block.autocast, torch.device("cpu")):
             return check_training_forward(self.model.module, "cpu").allowed
 
+    def _computes_in_bfloat16(self) -> bool:
+        """Return whether the stage on a CPU multiplies in bfloat16: by autocast, or by weights of that type."""
+        if self.target.device != "cpu":
+            return False
+        autocast = getattr(self.block, "autocast", "none")
+        return autocast == "bfloat16" or self.model.settings.dtype == "bfloat16"
+
     def _compute_packed_savings(
         self, shape: ModelShape, block: OptimizerSettings, batch: MicroBatch
     ) -> dict[str, float]:
@@ -481,7 +488,16 @@ class StagePlanner:
     ) -> StagePlan:
         time = None
         if work is not None:
-            time = self.target.estimate_time(work, shape.hidden, self.processes)
+            in_bfloat16 = self._computes_in_bfloat16()
+            time = self.target.estimate_time(
+                work, shape.hidden, self.processes, in_bfloat16=in_bfloat16
+            )
+            machine = self.target.machine
+            if in_bfloat16 and machine is not None and not machine.training_bfloat16:
+                self.notes.append(
+                    "the time is that of float32: the calibration has no speeds in bfloat16; repeat posttrain check "
+                    "machine --calibrate on a processor with such products"
+                )
         return StagePlan(
             self.name,
             shape.parameters,

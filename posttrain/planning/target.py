@@ -70,11 +70,20 @@ class PlanTarget:
             quantized_bytes,
         )
 
-    def estimate_time(self, work: StageWork, hidden: int, processes: int) -> StageTime | None:
-        """Estimate the seconds of this work; None if no speeds are known."""
+    def estimate_time(
+        self, work: StageWork, hidden: int, processes: int, *, in_bfloat16: bool = False
+    ) -> StageTime | None:
+        """Estimate the seconds of this work; None if no speeds are known.
+
+        Args:
+            in_bfloat16: a machine's products are in bfloat16, if their speed was measured.
+        """
         if self.gpu is not None:
             return estimate_gpu_time(work, self.gpu, processes)
-        return None if self.machine is None else estimate_machine_time(work, hidden, self.machine)
+        if self.machine is None:
+            return None
+        in_bfloat16 = in_bfloat16 and bool(self.machine.training_bfloat16)
+        return estimate_machine_time(work, hidden, self.machine, in_bfloat16=in_bfloat16)
 
 
 def parse_gpu_target(text: str) -> PlanTarget:

@@ -282,9 +282,12 @@ class Episode(ABC):
 
     `hidden`: state that the opening messages do not show but the right answers depend on (an image, a maze, later
     questions). Two episodes are the same question if their opening messages and their `hidden` are equal.
+    `cut_reward`: added to the reward of an episode that a limit of the sampler ends (tokens, turns, context). In a game
+    that a loser ends with -1, it is -1: else a policy that never makes its last move never loses.
     """
 
     hidden: Any = None
+    cut_reward: float = 0.0
 
     def __init__(self, seed: int, level: str) -> None:
         self.seed = seed

@@ -131,6 +131,8 @@ class GameDecision:
 class SeatEpisode(Episode):
     """A game seen from one seat; a random player moves for the other one."""
 
+    cut_reward = -1.0  # a player without a move loses
+
     def __init__(self, game: TwoPlayerGame, seed: int, level: str, player: int) -> None:
         super().__init__(seed, level)
         self.game, self.player = game, player

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.cpu import layer_kernels, packed_gemm
+from rl_core.cpu import gemm, layer_kernels, packed_gemm
 from rl_core.errors import BackendError
 from rl_core.inference.engine import create_rollout_backend
 from rl_core.machine_memory import measure_machine_memory
 from rl_core.models import lora
 from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.forward_modes import enable_autocast, has_bfloat16_kernels
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.resources.activations import (
     MicroBatch,
@@ -35,8 +36,14 @@ from rl_core.resources.stage_time import (
 )
 from rl_core.rollouts.batching import TrainRow, build_batches
 from rl_core.settings import LoraSettings, SamplingSettings, SFTSettings
-from rl_core.settings.planning import MachineSettings, MeasuredSpeed, ProductSpeed
+from rl_core.settings.planning import (
+    SPEED_NAMES,
+    MachineSettings,
+    MeasuredSpeed,
+    ProductSpeed,
+)
 from rl_core.trainers.sft import SFTTrainer
+from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,15 +105,32 @@ def calibrate_machine(
     models = [(shape, _build_model(shape)) for shape in SHAPES]
     sizes = [measure_model_shape(model, LENGTH) for _, model in models]
     step, row = _measure_decode_overhead(repeats, clock)
-    training = [_build_training_step(model) for _, model in models]
-    scoring = [_build_scoring_pass(model) for _, model in models]
-    decoding = [_build_decoding_run(model, SLOTS) for _, model in models]
-    seconds = _measure_in_rounds([*training, *scoring, *decoding], repeats, clock, progress)
+    precisions: list[AutocastPrecision] = ["none"]
+    has_products = (
+        gemm.load_bf16_gemm() is not None and packed_gemm.load_bf16_products() is not None
+    )
+    if has_bfloat16_kernels() and has_products:
+        precisions.append("bfloat16")
+    works = [
+        build(model, precision)
+        for precision in precisions
+        for build in (_build_training_step, _build_scoring_pass, _build_slots_run)
+        for _, model in models
+    ]
+    seconds = _measure_in_rounds(works, repeats, clock, progress)
     progress("products of matrices")
+    speeds: dict[str, tuple[MeasuredSpeed, ...]] = {}
+    kinds = [(speed, precision) for precision in precisions for speed in SPEED_NAMES]
     count = len(models)
-    training_pairs = zip(sizes, seconds[:count], strict=True)
-    scoring_pairs = zip(sizes, seconds[count : 2 * count], strict=True)
-    decoding_pairs = zip(sizes, seconds[2 * count :], strict=True)
+    for index, (speed, precision) in enumerate(kinds):
+        pairs = zip(sizes, seconds[index * count : (index + 1) * count], strict=True)
+        key = speed if precision == "none" else f"{speed}_{precision}"
+        if speed == "training":
+            speeds[key] = tuple(_compute_training_speed(*pair, copy) for pair in pairs)
+        elif speed == "scoring":
+            speeds[key] = tuple(_compute_scoring_speed(*pair) for pair in pairs)
+        else:
+            speeds[key] = tuple(_compute_decoding_speed(*pair, step, row) for pair in pairs)
     return MachineSettings(
         name=name,
         threads=torch.get_num_threads(),
@@ -122,9 +146,7 @@ def calibrate_machine(
         copy_bytes_per_second=copy,
         read_bytes_per_second=read,
         products=_measure_product_speeds(repeats, clock),
-        training=tuple(_compute_training_speed(*pair, copy) for pair in training_pairs),
-        scoring=tuple(_compute_scoring_speed(*pair) for pair in scoring_pairs),
-        decoding=tuple(_compute_decoding_speed(*pair, step, row) for pair in decoding_pairs),
+        **speeds,
     )
 
 
@@ -232,30 +254,50 @@ def _generate_rows(count: int) -> list[list[int]]:
 
 
 def _build_training_step(
-    model: PreTrainedModel, rows: int | None = None, *, recomputed: bool = False
+    model: PreTrainedModel,
+    autocast: AutocastPrecision = "none",
+    *,
+    rows: int | None = None,
+    recomputed: bool = False,
 ) -> Callable[[], object]:
     rows = ROWS if rows is None else rows
     data = [(row, [False] + [True] * (LENGTH - 1)) for row in _generate_rows(rows)]
     settings = SFTSettings(
-        batch_size=rows, epochs=1000, learning_rate=1e-5, activation_checkpointing=recomputed
+        batch_size=rows,
+        epochs=1000,
+        learning_rate=1e-5,
+        activation_checkpointing=recomputed,
+        autocast=autocast,
     )
     return SFTTrainer(model, 0, data, [], settings, 0).step
 
 
-def _build_scoring_pass(model: PreTrainedModel) -> Callable[[], object]:
+def _build_scoring_pass(
+    model: PreTrainedModel, autocast: AutocastPrecision = "none"
+) -> Callable[[], object]:
     rows = [TrainRow(row[:1], row[1:], [True] * (LENGTH - 1)) for row in _generate_rows(ROWS)]
     (batch,) = build_batches(rows, ROWS * LENGTH, 0)
 
     def score() -> None:
-        with use_eval_mode(model), torch.no_grad():
+        with (
+            use_eval_mode(model),
+            torch.no_grad(),
+            enable_autocast(autocast, torch.device("cpu")),
+        ):
             completion_logprobs(model, batch)
 
     return score
 
 
-def _build_decoding_run(model: PreTrainedModel, slots: int) -> Callable[[], object]:
+def _build_slots_run(model: PreTrainedModel, autocast: AutocastPrecision) -> Callable[[], object]:
+    return _build_decoding_run(model, SLOTS, autocast)
+
+
+def _build_decoding_run(
+    model: PreTrainedModel, slots: int, autocast: AutocastPrecision = "none"
+) -> Callable[[], object]:
     engine = create_rollout_backend(
-        model, eos_ids=(), pad_id=0, max_length=PROMPT_TOKENS + NEW_TOKENS
+        model, eos_ids=(), pad_id=0, max_length=PROMPT_TOKENS + NEW_TOKENS, autocast=autocast
     )
     sampling = SamplingSettings(max_completion_tokens=NEW_TOKENS, slots=slots)
     return lambda: engine.run_sequences(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.resources.model_shape import ModelShape
 from rl_core.settings import OptimizerSettings
-from rl_core.settings.planning import MachineSettings, MeasuredSpeed
+from rl_core.settings.planning import SPEED_NAMES, MachineSettings, MeasuredSpeed
 from rl_core.training.performance_metrics import find_peak_flops
 
 # Values read and written per parameter: 7 in the update (minimum in tests/benchmarks), 3 in norm and clipping.
@@ -266,13 +266,22 @@ def interpolate_speed(
     return value(points[-1])
 
 
-def estimate_machine_time(work: StageWork, hidden: int, machine: MachineSettings) -> StageTime:
-    """Estimate the time at the median speeds; the interval comes from the slowest and fastest repeat of each speed."""
+def estimate_machine_time(
+    work: StageWork, hidden: int, machine: MachineSettings, *, in_bfloat16: bool = False
+) -> StageTime:
+    """Estimate the time at the median speeds; the interval comes from the slowest and fastest repeat of each speed.
+
+    Args:
+        in_bfloat16: with the speeds of bfloat16 products, which the machine must have.
+    """
+    training, scoring, sampling = (
+        getattr(machine, f"{name}_bfloat16" if in_bfloat16 else name) for name in SPEED_NAMES
+    )
 
     def compute_seconds(value: Callable[[MeasuredSpeed], float]) -> float:
-        total = work.training_flops / interpolate_speed(machine.training, hidden, value)
-        total += work.scoring_flops / interpolate_speed(machine.scoring, hidden, value)
-        products = work.decoding_flops / interpolate_speed(machine.decoding, hidden, value)
+        total = work.training_flops / interpolate_speed(training, hidden, value)
+        total += work.scoring_flops / interpolate_speed(scoring, hidden, value)
+        products = work.decoding_flops / interpolate_speed(sampling, hidden, value)
         steps = (
             work.decode_steps * machine.decode_step_seconds
             + work.decode_rows * machine.decode_row_seconds

@@ -161,10 +161,10 @@ class EpisodeSequence:
         self._used_tokens += len(action_ids)
         text = self._renderer.action_text(action_ids)
         self._turns.append(Turn(action=text, num_tokens=len(action_ids)))
-        if hit_limit:  # the environment is not shown an incomplete action
-            self._stop_reason = StopReason.MAX_TOKENS
-            return None
         assert self._episode is not None
+        if hit_limit:  # the environment is not shown an incomplete action
+            self._end_at_limit(StopReason.MAX_TOKENS)
+            return None
         step = functools.partial(self._call_environment, self._episode.step, text)
         if self._pool is None:
             return self._take_step(functools.partial(_run_timed, step))
@@ -210,17 +210,26 @@ class EpisodeSequence:
                 f"{self.description}: a step neither ended the episode nor returned an observation"
             )
         if len(self._turns) >= self._max_turns:
-            self._stop_reason = StopReason.MAX_TURNS
+            self._end_at_limit(StopReason.MAX_TURNS)
             return None
         observation = self._build_continuation(step.messages)
         if observation is None:
-            self._stop_reason = StopReason.MAX_TOKENS
+            self._end_at_limit(StopReason.MAX_TOKENS)
             return None
         turn.observation = "\n".join(message["content"] for message in step.messages)
         ids = observation.ids if isinstance(observation, ReplacementContext) else observation
         self._add_images(step.messages)
         self._append_tokens(ids, [0.0] * len(ids), sampled=False)
         return observation
+
+    def _end_at_limit(self, reason: StopReason) -> None:
+        """End the episode at a limit of the sampler, with the reward that the environment gives for that."""
+        assert self._episode is not None
+        self._stop_reason = reason
+        cut_reward = self._episode.cut_reward
+        if cut_reward:
+            self._reward += cut_reward
+            self._turns[-1].reward += cut_reward
 
     def close(self) -> None:
         """Close the episode's sessions; log an error of that."""

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+SPEED_NAMES = ("training", "scoring", "decoding")  # of a machine, each also in bfloat16
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSpeed(Settings):
     """Measured speed of a model of one width."""
@@ -72,6 +75,11 @@ class MachineSettings(Settings):
     decoding: tuple[MeasuredSpeed, ...] = setting(
         doc="decoding steps of 64 sequences, without their fixed cost"
     )
+    training_bfloat16: tuple[MeasuredSpeed, ...] = setting(
+        (), doc="as training, with autocast: bfloat16; empty on a processor without such products"
+    )
+    scoring_bfloat16: tuple[MeasuredSpeed, ...] = setting((), doc="as scoring, with autocast")
+    decoding_bfloat16: tuple[MeasuredSpeed, ...] = setting((), doc="as decoding, with autocast")
     decode_step_seconds: float = setting(ge=0, doc="fixed cost of a decoding step")
     decode_row_seconds: float = setting(ge=0, doc="additional cost per sequence")
     copy_bytes_per_second: float = setting(
@@ -82,7 +90,12 @@ class MachineSettings(Settings):
 
     def check(self) -> None:
         """Check that every speed was measured for at least one width, in ascending order."""
-        for name in ("training", "scoring", "decoding"):
+        in_bfloat16 = [f"{name}_bfloat16" for name in SPEED_NAMES]
+        measured = [name for name in in_bfloat16 if getattr(self, name)]
+        if measured and len(measured) < len(in_bfloat16):
+            missing = next(name for name in in_bfloat16 if name not in measured)
+            raise SettingsError(f"{missing}: is missing beside {measured[0]}; calibrate again")
+        for name in (*SPEED_NAMES, *measured):
             widths = [point.hidden_size for point in getattr(self, name)]
             if not widths or widths != sorted(set(widths)):
                 raise SettingsError(

@@ -1,14 +1,15 @@
 """Every kind of training once on the pretrained SmolLM2-135M with real rows: tokens/s, peak memory, what it learned.
 
     python tests/benchmarks/real_sizes.py --output DIR --questions GSM8K.jsonl --pairs PAIRS.jsonl
-        [--peer-python VENV/bin/python] [--cases SET,...] [--threads 2] [--steps 8]
+        [--peer-python VENV/bin/python] [--cases SET,...] [--threads 2] [--steps 8] [--shape qwen2.5-0.5b]
 
 questions: rows {"question", "answer", "final"} as GSM8K has them (arXiv:2110.14168); pairs: rows {"prompt", "chosen",
 "rejected"}. A case is STAGE-WEIGHTS-DTYPE, as in sft-lora-bfloat16, in a separate process: steps after the first are
 timed, those of DPO with their share of the reference's log-probs, which the constructor computes. Memory is the peak
 resident memory of the process. bfloat16 with full weights is `autocast: bfloat16` over float32 masters; with an
-adapter, the frozen weights are bfloat16. The peer is TRL (1.16) on the same rows, right after ours. A finished case is
-DIR/cases/*.json and is not run again. At the end: DIR/real_sizes.md. Timings hold on an idle machine.
+adapter, the frozen weights are bfloat16. The peer is TRL (1.16) on the same rows, right after ours.
+`--shape` takes random weights of that shape instead, with SmolLM2's tokenizer, written to DIR/model. A finished
+case is DIR/cases/*.json and is not run again. At the end: DIR/real_sizes.md. Timings hold on an idle machine.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from compare_speed import describe_processor, read_commit
 from speed.protocol import read_peak_mb
 
 MODEL = "smollm2-135m"
+SHAPES = {  # width, layers, heads, KV heads, MLP width, vocabulary; tied head
+    "qwen2.5-0.5b": (896, 24, 14, 2, 4864, 151_936),
+}
 STAGES = (
     "sft",
     "sft_micro",
@@ -110,6 +114,7 @@ def parse_options() -> argparse.Namespace:
         ],
         help="beginnings of cases, separated by commas",
     )
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape")
     parser.add_argument("--case", default="", help="run this case here (a worker's option)")
     parser.add_argument("--side", choices=("ours", "trl"), default="ours")
     return parser.parse_args()
@@ -145,7 +150,7 @@ def measure_case(side: str, case: str, python: str, options: argparse.Namespace)
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        "REAL_SIZES_MODEL": find_model_folder(),
+        "REAL_SIZES_MODEL": prepare_model(options),
     }
     load = os.getloadavg()[0]
     done = subprocess.run(
@@ -273,7 +278,7 @@ def build_step(
 
     lora = rl_core.LoraSettings(rank=RANK, alpha=2 * RANK) if weights == "lora" else None
     stored = dtype if lora is not None else "float32"
-    model = rl_core.ModelSettings(path=MODEL, device="cpu", dtype=stored, lora=lora)
+    model = rl_core.ModelSettings(path=find_model_folder(), device="cpu", dtype=stored, lora=lora)
     if stage == "service":
         return build_service_step(weights, dtype, options), 0.0
     policy = rl_core.load_policy(model, seed=0)
@@ -309,7 +314,7 @@ def build_step(
         trained = train(policy, prompts=rows, reward=score_trajectories, settings=settings)
     elif stage == "distill":
         student = train_student(policy, rows_of_sft=make_rows("sft", options, policy.tokenizer))
-        trained = rl_core.distill(student, MODEL, prompts=rows, settings=grouped)
+        trained = rl_core.distill(student, find_model_folder(), prompts=rows, settings=grouped)
     else:
         recorded: list[int] = []
         trained = build_thoughts(policy, rows, rollouts, recorded)
@@ -577,8 +582,8 @@ def read_peak_mb_of(pid: int) -> float:
 def format_table(output: Path, options: argparse.Namespace) -> str:
     """Format the finished cases as a Markdown table, TRL's figures after ours."""
     lines = [
-        f"{describe_processor()}; {options.threads} threads; commit {read_commit()}; {MODEL}; {options.steps} steps, "
-        "the first not timed",
+        f"{describe_processor()}; {options.threads} threads; commit {read_commit()}; {options.shape or MODEL}; "
+        f"{options.steps} steps, the first not timed",
         "",
         "| stage | weights | dtype | tokens/s | s a step | peak GB | first, last steps | TRL: tokens/s, GB, metric |",
         "|---|---|---|---|---|---|---|---|",
@@ -738,6 +743,39 @@ def run_trl(stage: str, weights: str, dtype: str, options: argparse.Namespace) -
         trainer.train()
     seconds = [b - a for a, b in zip([started, *times], times, strict=False)]
     return summarize_steps(tokens, seconds, values)
+
+
+def prepare_model(options: argparse.Namespace) -> str:
+    """Return the folder of the model; make it if it has random weights."""
+    if options.shape is None:
+        return find_model_folder()
+    folder = options.output.resolve() / "model"
+    if folder.is_dir():
+        return str(folder)
+    import torch
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(find_model_folder())
+    width, layers, heads, kv_heads, mlp_width, vocabulary = SHAPES[options.shape]
+    config = Qwen2Config(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=mlp_width,
+        vocab_size=vocabulary,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    part = folder.with_name("model.part")
+    Qwen2ForCausalLM(config).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    part.rename(folder)
+    return str(folder)
 
 
 def find_model_folder() -> str:

@@ -465,13 +465,13 @@ def test_the_configuration_pages_name_every_setting(generate):
         for page in generate.CONFIGURATION_PAGES
     }
     assert (
-        "| `clip_eps_high` | float or null, above 0 | `null` | upper clip of the ratio"
+        "|`clip_eps_high`|float or null, above 0|`null`|upper clip of the ratio"
         in pages["policy.md"]
     )
-    assert "| `sampling` | [block](shared.md#sampling) | `{}` |" in pages["policy.md"]
-    assert "| `temperature` | float, 0 to 5 | `1.0` |" in pages["shared.md"]
+    assert "|`sampling`|[block](shared.md#sampling)|`{}`|" in pages["policy.md"]
+    assert "|`temperature`|float, 0 to 5|`1.0`|" in pages["shared.md"]
     text = "".join(pages.values())
-    assert len(re.findall(r"^\| `\w+` \|", text, re.MULTILINE)) > 250
+    assert len(re.findall(r"^\|`\w+`\|", text, re.MULTILINE)) > 250
     headings = re.findall(r"^## `(.+)`$", text, re.MULTILINE)
     assert len(headings) == len(set(headings)) > 40
     places = {}  # the first place of a class decides its page
@@ -486,12 +486,12 @@ def test_the_configuration_pages_name_every_setting(generate):
 def test_a_training_stage_lists_only_what_differs(generate):
     """Check that a shared key has one row, and one more where its default differs."""
     pages = {path.name: text for path, text in generate.build_configuration_pages().items()}
-    assert pages["shared.md"].count("| `max_grad_norm` |") == 1
+    assert pages["shared.md"].count("|`max_grad_norm`|") == 1
     for name in ("sft.md", "preference.md", "policy.md"):
-        assert "| `max_grad_norm` |" not in pages[name]
-    assert pages["sft.md"].count("| `dropout` |") == 1  # true for SFT, false elsewhere
-    assert "| `dropout` |" not in pages["preference.md"]
-    assert "`clip_eps`" in pages["sft.md"] and "| `clip_eps` |" not in pages["sft.md"]
+        assert "|`max_grad_norm`|" not in pages[name]
+    assert pages["sft.md"].count("|`dropout`|") == 1  # true for SFT, false elsewhere
+    assert "|`dropout`|" not in pages["preference.md"]
+    assert "`clip_eps`" in pages["sft.md"] and "|`clip_eps`|" not in pages["sft.md"]
 
 
 @pytest.mark.parametrize(
@@ -512,12 +512,12 @@ def test_ranges_read_as_people_write_them(generate, limits, text):
 def test_bounds_of_an_interval_share_a_row(generate):
     page = (DOCS / "metrics.md").read_text()
     assert (
-        "| `eval/success_rate`, `_low`, `_high` (share) | Success on the validation episodes during "
+        "|`eval/success_rate`, `_low`, `_high` (share)|Success on the validation episodes during "
         "training (policy, thoughts). With its 95% interval. **Watch:** falls while"
     ) in page
     assert "`eval/success_rate_low`" not in page
     assert page.count("Level of its detector") == 1  # seven metrics of equal meaning
-    assert page.count("| Mean of these differences. |") == 2  # two metrics, each below its maximum
+    assert page.count("|Mean of these differences.|") == 2  # two metrics, each below its maximum
     names = {metric.name for group in generate.METRIC_GROUPS for metric in group.metrics}
     missing = {
         name

@@ -29,7 +29,7 @@ def bench(tmp_path_factory, prefect_address):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("step", [24, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [48, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_killed_at_point_after_point_ends_with_the_same_bits(bench, step):
     killed = set()
     for trial in chains(bench, KIND, step):

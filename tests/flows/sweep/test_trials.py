@@ -421,6 +421,7 @@ def test_a_configuration_with_wrong_settings_fails_alone(plan, tmp_path, reached
     assert {"sweep.begun", "sweep.asked", "sweep.told", "sweep.rung"} <= reached()
 
 
+@pytest.mark.slow
 def test_the_start_model_is_played_once_and_has_a_row(tmp_path, monkeypatch):
     """With the episodes of the choice, and with the fresh ones, which the gate's run takes over."""
     tokenizer = train_tokenizer([f"{a} + {b} = {a + b}" for a in range(9) for b in range(9)], 300)

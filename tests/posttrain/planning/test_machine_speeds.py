@@ -75,6 +75,44 @@ def test_speeds_and_memory_of_a_small_machine(small_machine):
     )
 
 
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_speeds_in_bfloat16_are_measured_where_the_processor_has_them(
+    small_machine, monkeypatch, is_supported
+):
+    monkeypatch.setattr(calibration, "has_bfloat16_kernels", lambda: is_supported)
+    products = object() if is_supported else None
+    monkeypatch.setattr(calibration.gemm, "load_bf16_gemm", lambda: products)
+    monkeypatch.setattr(calibration.packed_gemm, "load_bf16_products", lambda: products)
+    built = []
+
+    def record(kind):
+        def build(model, precision):
+            built.append((kind, precision))
+            return lambda: None
+
+        return build
+
+    for name in ("training_step", "scoring_pass", "slots_run"):
+        monkeypatch.setattr(calibration, f"_build_{name}", record(name))
+    settings = calibration.calibrate_machine("a processor", repeats=1)
+    points = [settings.training_bfloat16, settings.scoring_bfloat16, settings.decoding_bfloat16]
+    widths = [[point.hidden_size for point in measured] for measured in points]
+    assert widths == ([[32, 64]] * 3 if is_supported else [[]] * 3)
+    kinds = [(name, "bfloat16") for name in ("training_step", "scoring_pass", "slots_run")]
+    assert [entry for entry in built if entry[1] == "bfloat16"] == [
+        kind for kind in kinds for _ in SMALL_SHAPES if is_supported
+    ]
+
+
+def test_speeds_in_bfloat16_are_complete_or_absent(small_machine):
+    settings = calibration.calibrate_machine("a processor", repeats=1)
+    values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
+    values |= {f"{name}_bfloat16": settings.training for name in ("training", "scoring")}
+    values["decoding_bfloat16"] = ()
+    with pytest.raises(SettingsError, match="decoding_bfloat16: is missing beside training_bf"):
+        MachineSettings(**values)
+
+
 def test_the_heap_share_is_the_memory_beyond_live_tensors(small_machine):
     """Take 5 MB beyond the library: weights and two moments of the model, its activations, and holes."""
     shape = measure_model_shape(calibration._build_model(SMALL_SHAPES[1]), 16)

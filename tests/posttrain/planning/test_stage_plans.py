@@ -17,7 +17,7 @@ from posttrain.planning.target import (
     parse_gpu_target,
 )
 from rl_core.errors import SettingsError
-from rl_core.settings.planning import MachineSettings
+from rl_core.settings.planning import MachineSettings, MeasuredSpeed
 from tasks.config import build_settings
 
 GIB = 2**30
@@ -86,8 +86,6 @@ def model_folder(tmp_path):
 
 def make_machine(**changes):
     speeds = {name: tuple(MACHINE[name]) for name in ("training", "scoring", "decoding")}
-    from rl_core.settings.planning import MeasuredSpeed
-
     points = {
         name: tuple(MeasuredSpeed(**point) for point in rows) for name, rows in speeds.items()
     }
@@ -183,6 +181,37 @@ POLICY = {
         "sampling": {"max_completion_tokens": 16, "slots": 6},
     }
 }
+
+
+def test_times_in_bfloat16_take_their_speeds():
+    """Give training eight times the speed of float32, scoring four times and decoding twice."""
+
+    def make_speed(factor):
+        return (MeasuredSpeed(hidden_size=32, **{k: factor * SPEED[k] for k in RANGE}),)
+
+    RANGE = ("median", "slowest", "fastest")
+    machine = make_machine(
+        training_bfloat16=make_speed(8),
+        scoring_bfloat16=make_speed(4),
+        decoding_bfloat16=make_speed(2),
+    )
+    lengths = PlanLengths(prompt=8, rows=8)
+    stages = {"policy": {**POLICY["policy"], "kl_coef": 0.1}}
+    in_half = {"policy": {**stages["policy"], "autocast": "bfloat16"}}
+    plain = make_plan(stages, make_roomy_target(machine=machine), lengths)
+    half = make_plan(in_half, make_roomy_target(machine=machine), lengths)
+    work = half.work
+    assert work.training_flops > 0 and work.scoring_flops > 0 and work.decoding_flops > 0
+    fixed = 0.5 * work.decode_steps + 0.25 * work.decode_rows + work.traffic_bytes / 1e9
+    products = work.training_flops / 8 + work.scoring_flops / 4 + work.decoding_flops / 2
+    assert half.time.likely == pytest.approx(products / 1e9 + fixed)
+    assert half.time.high == pytest.approx(2 * products / 1e9 + fixed)
+    assert half.time.low == pytest.approx(products / 2e9 + fixed)
+    assert plain.time.likely == pytest.approx(plain.work.flops / 1e9 + fixed)
+    assert not [note for note in (*plain.notes, *half.notes) if "bfloat16" in note]
+    old = make_plan(in_half, make_roomy_target(machine=make_machine()), lengths)
+    assert old.time.likely == pytest.approx(work.flops / 1e9 + fixed)
+    assert [note for note in old.notes if "the time is that of float32" in note]
 
 
 def test_holes_of_the_heap_are_calibrated_with_or_without_adapters(model_folder):

@@ -120,6 +120,25 @@ def test_turn_limit() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("actions", "options", "reward"),
+    [
+        (["L", "L"], {"max_turns": 2}, -1.5),  # no turn left; each look costs 0.25
+        ([[33]], {}, -1.0),  # an action without an end
+        (["L"], {"max_completion_tokens": 6}, -1.25),  # an observation without room after it
+        (["L", "A"], {}, 0.75),  # ended by the environment, right
+        (["B"], {}, 0.0),  # and wrong
+    ],
+)
+def test_an_episode_that_a_limit_cuts_gets_its_cut_reward(
+    monkeypatch, actions, options, reward
+) -> None:
+    monkeypatch.setattr(LookThenAnswer, "cut_reward", -1.0)
+    rollout = play(lambda sequence, turn: actions[turn], **options)
+    assert rollout.reward == rollout.trajectory.reward == reward
+    assert sum(turn.reward for turn in rollout.trajectory.turns) == reward
+
+
 @pytest.mark.parametrize(("room", "turns"), [(7, 2), (6, 1)])
 def test_an_observation_that_leaves_no_room_ends_the_episode(room: int, turns: int) -> None:
     """'L' and its end token are 2 tokens, the observation 4: out of 7 tokens one is left to act, out of 6 none."""
