@@ -49,7 +49,11 @@ class PictureEpisode(Episode):
     def act(self, text):
         if not hasattr(self, "acted"):
             self.acted = True
-            urls = [data_url(SHAPES[self.seed % 3], "green", "white")] if self.seed not in (1, 3) else []
+            urls = (
+                [data_url(SHAPES[self.seed % 3], "green", "white")]
+                if self.seed not in (1, 3)
+                else []
+            )
             return Step([message("and now?", *urls)])
         return Step(terminated=True, reward=1.0)
 
