@@ -117,7 +117,12 @@ def compute_mean_nll(
         if max(len(ids) for ids, _ in sequences) <= context:
             count += 1
             rows += [
-                TrainRow(prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:])
+                TrainRow(
+                    prompt_ids=ids[:1],
+                    completion_ids=ids[1:],
+                    loss_mask=mask[1:],
+                    images=tuple(subject.renderer.read_images(row["messages"])),
+                )
                 for ids, mask in sequences
             ]
     if not rows:

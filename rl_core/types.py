@@ -38,6 +38,19 @@ class Message(TypedDict):
     tool_call_id: NotRequired[str]  # of a tool message: the call that it answers
     name: NotRequired[str]  # of a tool message: the tool
     weight: NotRequired[int]  # of an assistant message: 0 = no loss
+    # data URLs of its images, in the order of the markers <image> in its content (`rl_core.data.images`)
+    images: NotRequired[list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePixels:
+    """Pixels of one image as the model reads them, and the file that they came from; equal if both are."""
+
+    pixels_PD: torch.Tensor = field(compare=False, repr=False)  # float32, D values of each patch
+    grid: tuple[int, int, int]  # frames, rows and columns of patches
+    num_tokens: int  # that stand for the image in a prompt
+    digest: str  # SHA-256 of the pixels and the grid
+    source: str = field(repr=False)  # data URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +207,8 @@ class Rollout:
     messages: list[Message] = field(default_factory=list)
     # (index of its last token in completion_ids, score) of each step, set by the reward `process`
     step_scores: list[tuple[int, float]] = field(default_factory=list)
+    # of prompt and observations, in the order of their tokens: the very pixels that the sampler read
+    images: list[ImagePixels] = field(default_factory=list)
 
     @property
     def temperature(self) -> float:
@@ -318,6 +333,8 @@ class TrainBatch:
     rows: list[int] = field(default_factory=list)  # [B] index of each row in its source; [] packed
     # float32 [B, S] above 0: log-probs and entropies are those of softmax(logits / temperature); None = 1
     temperatures_BS: torch.Tensor | None = None
+    # images of each row, in the order of their tokens; [] = no row has one
+    images: list[tuple[ImagePixels, ...]] = field(default_factory=list)
     # int64 [N], flat positions of the tokens that carry loss in a batch without a problem; set by `to` on the host,
     # as finding them on an accelerator stops the host. None = unknown
     loss_positions_N: torch.Tensor | None = field(default=None, metadata=DERIVED_FIELD)
@@ -380,9 +397,9 @@ class TrainBatch:
         tensors: dict[str, Any] = {}
         for name in self.__slots__:
             tensor = getattr(self, name)
-            if name not in ("rows", "sequence_bounds") and tensor is not None:
+            if name not in ("rows", "images", "sequence_bounds") and tensor is not None:
                 tensors[name] = tensor.to(device, non_blocking=True)
-        moved = TrainBatch(**tensors, rows=self.rows)
+        moved = TrainBatch(**tensors, rows=self.rows, images=self.images)
         is_upload = self.loss_mask_BS.device.type == "cpu" != moved.loss_mask_BS.device.type
         if is_upload and self.find_problem() is None:
             positions_N = self.find_loss_positions()

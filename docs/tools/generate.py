@@ -103,6 +103,7 @@ Look up every key of a pipeline's YAML file, one page for each kind of stage. To
 | `configs/gsm8k.yaml` | real questions with a calculator |
 | `configs/preferences.yaml` | a reward model on real preference pairs |
 | `configs/maze.yaml` | mazes seen one cell at a time |
+| `configs/vision.yaml` | a policy that sees [pictures](../training.md#images), made from scratch |
 | `configs/agent.yaml` | your own agent, a program that asks the policy over HTTP ([guide](../agents.md)) |
 | `configs/self-play.yaml` | Kuhn poker against [past versions of itself](../training.md#self-play) |
 | `configs/mixture.yaml` | one policy on two [environments](../training.md#several-environments) |

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.planning.target import PlanLengths, find_data_file
 from rl_core.data.files import BadRow, list_data_files, read_rows
+from rl_core.data.images import join_message_parts
 from rl_core.environments import SHIPPED_ENVIRONMENTS, list_environment_code, make_environment
 from rl_core.errors import PosttrainError
 from tasks.config import PipelineSettings
@@ -114,7 +115,8 @@ def _iter_prompt_lengths(environment: Environment | None, renderer: ChatRenderer
         described = renderer
         if renderer.settings.native_tools:
             described = renderer.with_tools(environment.find_part(level).tools.schema())
-        yield len(described.prompt_ids(environment.episode(seed, level).reset()))
+        opening = environment.episode(seed, level).reset()
+        yield len(described.prompt_ids(list(map(join_message_parts, opening))))
 
 
 def _iter_demonstration_lengths(

@@ -43,7 +43,7 @@ from rl_core.inference.token_rules import TokenRules
 from rl_core.online.experience import build_ballot, count_votes
 from rl_core.online.voting import VoteOutcome, count_samples_to_draw
 from rl_core.settings import SamplingSettings
-from rl_core.types import Conversation
+from rl_core.types import Conversation, ImagePixels
 
 
 @dataclass(slots=True)
@@ -58,6 +58,7 @@ class CheckedChatRequest:
     ids: list[int]  # of the prompt; empty with an environment
     max_answers: int  # `n` of the request, or the most samples of a vote
     rules: TokenRules | None = None
+    images: Sequence[ImagePixels] = ()  # of the prompt
 
     async def build_requests(self, first: int, count: int) -> list[ServedRequest]:
         """Build the requests for `count` samples from index `first` on. Raises: ServingHTTPError."""
@@ -70,7 +71,9 @@ class CheckedChatRequest:
             decode = self.formatter.prompts.renderer.action_text
             stops = build_stop_test(decode, self.body.stop_texts)
             sequences = [
-                AnswerSequence(self.ids, compute_sequence_seed("chat", self.seed, i), stops)
+                AnswerSequence(
+                    self.ids, compute_sequence_seed("chat", self.seed, i), stops, self.images
+                )
                 for i in samples
             ]
         return _build_requests(self.server, self.body, sequences, self.started_at, self.rules)
@@ -157,6 +160,7 @@ async def check_chat_request(
     if body.top_logprobs and not body.logprobs:
         raise ServingHTTPError(422, "top_logprobs: needs logprobs: true", param="top_logprobs")
     ids: list[int] = []
+    images: list[ImagePixels] = []
     tools: Toolset | None = None
     conversation: Conversation | None = None
     rules = body.parse_rules()
@@ -177,6 +181,7 @@ async def check_chat_request(
         except ChatRequestError as error:
             raise convert_request_error(error) from None
         ids, tools, conversation = prompt.ids, prompt.tools, prompt.conversation
+        images = prompt.images
     formatter = ResponseFormatter(
         answer_id=server.create_answer_id(),
         model=server.name,
@@ -192,7 +197,7 @@ async def check_chat_request(
         is_learnable=rules.reasoning_effort is None,
     )
     seed = body.seed if body.seed is not None else secrets.randbits(64)
-    return CheckedChatRequest(server, body, formatter, began, seed, ids, count, token_rules)
+    return CheckedChatRequest(server, body, formatter, began, seed, ids, count, token_rules, images)
 
 
 def _refuse_rules(rules: AnswerRules) -> None:

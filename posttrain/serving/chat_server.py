@@ -196,7 +196,13 @@ class ChatServer:
 
     def start_serving(self, model: ServedModel) -> None:
         """Serve a model from now on. Raises: NonFiniteTensor, OutOfMemory, DataError."""
-        self.prompt_builder = PromptBuilder(model.renderer, model.context, self.settings.tools)
+        folder = self.settings.images_folder
+        self.prompt_builder = PromptBuilder(
+            model.renderer,
+            model.context,
+            self.settings.tools,
+            images_folder=None if folder is None else Path(folder),
+        )
         self.session_renderer = ChatRenderer(model.renderer.tokenizer, model.renderer.settings)
         self.model = model
         self.engine = EngineThread(model, self.settings)

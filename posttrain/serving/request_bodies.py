@@ -20,6 +20,7 @@ from rl_core.chat.requests import (
     ChatRequestError,
     drop_ineffective_parameters,
 )
+from rl_core.data.images import join_parts
 from rl_core.settings.common import MIN_TEMPERATURE
 
 B = TypeVar("B", bound=BaseModel)
@@ -53,10 +54,23 @@ class _LenientBody(BaseModel):
 
 
 class ContentPart(_LenientBody):
-    """A part of a message's content; only text parts are supported."""
+    """A part of text of a message's content."""
 
     type: Literal["text"]
     text: str
+
+
+class ImageAddress(_LenientBody):
+    """The address of an image: a data URL, or a file of `serving.images_folder`."""
+
+    url: Annotated[str, Field(min_length=1)]
+
+
+class ImagePart(_LenientBody):
+    """A part of a message's content that is an image."""
+
+    type: Literal["image_url"]
+    image_url: ImageAddress
 
 
 class CalledFunction(_LenientBody):
@@ -78,22 +92,32 @@ class MessageBody(_LenientBody):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | list[Annotated[ContentPart | ImagePart, Field(discriminator="type")]] | None = (
+        None
+    )
     name: ShortText | None = None
     tool_calls: list[MessageCall] | None = None
     tool_call_id: ShortText | None = None
 
     @property
     def text(self) -> str:
-        """The content as one text."""
+        """The content as one text, images as markers."""
         if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
+            return join_parts(
+                [part.model_dump() for part in self.content], lambda number, source: str(source)
+            )[0]
         return self.content or ""
+
+    @property
+    def images(self) -> list[str]:
+        """Addresses of the images in the content."""
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 
     def to_chat_message(self) -> ChatMessage:
         """Return the message in the library's form."""
         calls = [call.model_dump() for call in self.tool_calls or ()]
-        return ChatMessage(self.role, self.text, self.name, calls, self.tool_call_id)
+        return ChatMessage(self.role, self.text, self.name, calls, self.tool_call_id, self.images)
 
 
 class FunctionBody(_LenientBody):

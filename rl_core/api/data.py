@@ -35,7 +35,12 @@ from rl_core.data.token_cache import (
     estimate_text_bytes,
 )
 from rl_core.data.tokenising import TokenisationJob
-from rl_core.data.training_sequences import TokenRows, TrainingSequence
+from rl_core.data.training_sequences import (
+    ImageSequence,
+    TokenRows,
+    TrainingSequence,
+    attach_images,
+)
 from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment
 from rl_core.environments.mixture import LabelledEnvironment, MixturePart, mix_environments
@@ -182,8 +187,10 @@ def load_conversations(
     seed: int,
     loss_on: Literal["all", "last"] = "all",
     folder: Path | None = None,
-) -> DataSplit[TrainingSequence]:
+) -> DataSplit[TrainingSequence | ImageSequence]:
     """Load demonstrations as (token ids, loss mask), and hold out a share of the prompts or separate rows.
+
+    If rows have images, those of each come third.
 
     Args:
         heldout: share by prompt, or rows.
@@ -199,7 +206,10 @@ def load_conversations(
         seed,
         fallback_key=lambda row: str(row["messages"][:-1]),
     )
-    return DataSplit(split.train.sequences, split.heldout.sequences, split.digest)
+    train, heldout_rows = (
+        attach_images(part.sequences, part.rows, renderer) for part in (split.train, split.heldout)
+    )
+    return DataSplit[TrainingSequence | ImageSequence](train, heldout_rows, split.digest)
 
 
 def load_preference_pairs(

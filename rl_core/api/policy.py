@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.images import build_image_reader, set_image_reader
 from rl_core.data.token_ids import find_textless_ids, set_end_ids
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import CheckpointError, SettingsError
@@ -22,6 +23,7 @@ from rl_core.models.lora import is_lora
 from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import read_model_max_length
 from rl_core.settings import LoraSettings, ModelSettings, build_settings
+from rl_core.settings.common import IMAGE_ENCODERS
 from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
@@ -138,7 +140,7 @@ def create_policy(
     *,
     seed: int = 0,
 ) -> Policy:
-    """Create a small untrained policy: a byte-level BPE tokenizer trained on `texts`, and a Llama of the settings'
+    """Create a small untrained policy: a byte-level BPE tokenizer trained on `texts`, and a model of the settings'
     preset.
 
     Needs no network and takes about a second; for tests, examples and experiments from scratch.
@@ -148,10 +150,11 @@ def create_policy(
         seed: of the weights.
     """
     settings = build_settings(settings or {}, ModelSettings, "settings")
-    tokenizer = train_tokenizer(texts, settings.vocab_size)
+    with_images = settings.preset in IMAGE_ENCODERS
+    tokenizer = train_tokenizer(texts, settings.vocab_size, with_images=with_images)
     causal_lm.set_chat_template(tokenizer, settings)
-    renderer = ChatRenderer(tokenizer, settings)
-    return Policy(causal_lm.create_model(settings, tokenizer, seed), tokenizer, renderer, settings)
+    model = causal_lm.create_model(settings, tokenizer, seed)
+    return Policy(model, tokenizer, ChatRenderer(tokenizer, settings), settings)
 
 
 def describe_model_source(source: ModelSource) -> str:
@@ -168,12 +171,16 @@ def describe_model_source(source: ModelSource) -> str:
 def _build_policy_from_pair(
     pair: tuple[Any, ...] | list[Any], settings: ModelSettings | None
 ) -> Policy:
-    """Build a policy from a caller's model and tokenizer."""
+    """Build a policy from a caller's model and tokenizer, or processor of images and text."""
     is_pair = len(pair) == 2 and isinstance(pair[0], torch.nn.Module)
     if not is_pair or not hasattr(pair[1], "apply_chat_template"):
         types = ", ".join(type(part).__name__ for part in pair)
         raise SettingsError(f"model: expected a pair (model, tokenizer), found ({types})")
     model, tokenizer = pair
+    if hasattr(tokenizer, "image_processor"):  # a processor of transformers
+        processor, tokenizer = tokenizer, tokenizer.tokenizer
+        config, image_settings = model.config.to_dict(), processor.image_processor.to_dict()
+        set_image_reader(tokenizer, build_image_reader(tokenizer, config, image_settings))
     if settings is not None and settings.lora is not None:
         raise SettingsError(
             "model: lora adapters can only be added to a model loaded from a folder or hub name"

@@ -19,6 +19,7 @@ from rl_core.capabilities.decision import (
     resolve_device_type,
     unwrap_adapters,
 )
+from rl_core.capabilities.images import find_image_obstacles
 from rl_core.cpu import fused_decode, packed_gemm
 from rl_core.types import AutocastPrecision
 
@@ -55,6 +56,7 @@ def has_key_value_cache(model: Any) -> bool:
 
 def _find_decoder_obstacles(model: Any) -> Iterator[str]:
     base = unwrap_adapters(model)
+    yield from find_image_obstacles(base, "which the engine does not prefill")
     yield from find_family_obstacles(base, "ForCausalLM")
     yield from find_position_obstacles(base.model)
     rotated = 2 * base.model.rotary_emb.inv_freq.numel()

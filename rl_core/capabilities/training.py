@@ -24,12 +24,14 @@ from rl_core.capabilities.decision import (
     resolve_device_type,
     unwrap_adapters,
 )
+from rl_core.capabilities.images import find_image_obstacles
 from rl_core.cpu import attention_kernel, gemm, layer_kernels
 from rl_core.cpu.packed_forward import has_active_dropout
 from rl_core.distributed.sharding import is_sharded_module
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _NO_PRODUCTS = "no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
+_UNPACKED_IMAGES = "whose positions do not say where a sequence begins"
 _NO_TRIAL_REASON = "found by a trial run when training starts; only the configuration was read here"
 # of a packed row's difference from a sequence alone in one whose sequences are mixed; rounding in bfloat16 over 48
 # layers of large weights is below 0.1, positions or masks that are wrong are near 1
@@ -61,6 +63,7 @@ def _rounds_products(trunk: Any) -> bool:
 
 
 def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    yield from find_image_obstacles(trunk, "whose positions and states this path does not compute")
     yield from find_family_obstacles(trunk, "Model")
     weight, config = trunk.embed_tokens.weight, trunk.config
     # a sharded layer's weights are complete only while it is called itself
@@ -208,6 +211,8 @@ def check_sequence_packing(model: Any) -> Decision:
     base = unwrap_adapters(model)
     name, fallback = "sequence packing", "one sequence a row"
     weight = next(base.parameters())
+    if (obstacle := next(find_image_obstacles(base, _UNPACKED_IMAGES), None)) is not None:
+        return Decision(name, False, obstacle, fallback)
     if weight.is_meta:
         return Decision(name, False, _NO_TRIAL_REASON, fallback, is_undecided=True)
     try:
@@ -282,6 +287,7 @@ def check_causal_attention(model: Any, device: str | None = None) -> Decision:
 
 
 def _find_device_attention_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    yield from find_image_obstacles(trunk, "whose positions this path does not compute")
     yield from find_family_obstacles(trunk, "Model")
     yield from find_position_obstacles(trunk)
     device_type = resolve_device_type(trunk.embed_tokens.weight, device)

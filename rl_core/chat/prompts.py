@@ -10,7 +10,8 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.chat.answer_rules import AnswerRules, ChatRequestError
@@ -18,11 +19,12 @@ from rl_core.chat.grammars import GrammarCompiler, compile_answer_rules
 from rl_core.chat.requests import ChatMessage
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.chat_template import renders_tools
+from rl_core.data.images import find_image_reader, load_image, resolve_inside
 from rl_core.environments.tool_dialects import OPEN_TAG
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
 from rl_core.inference.token_rules import TokenRules
-from rl_core.types import Conversation, Message, ToolCall
+from rl_core.types import Conversation, ImagePixels, Message, ToolCall
 
 _MAX_RENDERERS = 64  # cached renderers with tools
 _MAX_REMEMBERED_CALLS = 10_000  # answers with calls whose text is remembered
@@ -45,6 +47,7 @@ class ChatPrompt:
     ids: list[int]
     tools: Toolset | None
     conversation: Conversation
+    images: list[ImagePixels] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class PromptBuilder:
         context: int,
         style: Literal["template", "instructions", "read"] = "template",
         setting: str = "serving.context",
+        images_folder: Path | None = None,
     ) -> None:
         """Prepare the renderer.
 
@@ -78,9 +82,10 @@ class PromptBuilder:
             context: the most tokens of prompt plus answer.
             style: see `serving.tools`.
             setting: that sets the context, for messages.
+            images_folder: whose files messages may name as images; None = only data URLs are read.
         """
         self.renderer, self._context, self._style = renderer, context, style
-        self._setting = setting
+        self._setting, self._images_folder = setting, images_folder
         self._takes_tools = renders_tools(renderer.template.with_tools(()))
         # Characters of the longest token.
         self._longest = max(map(len, renderer.tokenizer.get_vocab()), default=1)
@@ -109,7 +114,11 @@ class PromptBuilder:
         """
         rendered = self.render_messages(messages, schemas, reasoning_effort)
         ids = self.encode_prompt(rendered)
-        return ChatPrompt(ids, rendered.tools, rendered.conversation)
+        try:
+            images = rendered.renderer.read_images(rendered.conversation.messages)
+        except (DataError, SettingsError) as error:
+            raise ChatRequestError(f"messages: {error}", param="messages") from None
+        return ChatPrompt(ids, rendered.tools, rendered.conversation, images)
 
     def compile_rules(
         self,
@@ -252,6 +261,8 @@ class PromptBuilder:
         """Convert a message to the library's type; calls made here keep the text that the model wrote."""
         role = "system" if message.role == "developer" else message.role
         converted = Message(role=role, content=message.text)
+        if message.images:
+            converted["images"] = [self._load_image(address) for address in message.images]
         if message.tool_call_id is not None and role == "tool":
             converted["tool_call_id"] = message.tool_call_id
         if message.name is not None and role == "tool":
@@ -275,6 +286,22 @@ class PromptBuilder:
                 return converted
         converted["tool_calls"] = calls
         return converted
+
+    def _load_image(self, address: str) -> str:
+        """Return the data URL of an image. Raises: ChatRequestError."""
+        if find_image_reader(self.renderer.tokenizer) is None:
+            raise ChatRequestError(
+                "messages: image_url: this model reads no images", param="messages", status=400
+            )
+        try:
+            folder = self._images_folder
+            if folder is not None and not address.startswith(("data:", "http:", "https:")):
+                address = str(resolve_inside(address, folder))
+            return load_image(address, folder)
+        except (DataError, SettingsError) as error:
+            raise ChatRequestError(
+                f"messages: image_url {error}", param="messages", status=400
+            ) from None
 
     def decode_token(self, token: int) -> str:
         """Decode a single token; bytes that are no character and lone surrogates become U+FFFD."""

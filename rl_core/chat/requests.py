@@ -51,6 +51,7 @@ class ChatMessage:
     name: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tool_call_id: str | None = None
+    images: list[str] = field(default_factory=list)  # addresses, in the order of the text's markers
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Tokenisation of chat messages, shared by demonstrations and rollouts, and of many texts in one batch.
+"""Tokenisation of chat messages, shared by demonstrations and rollouts.
 
 A multi-turn sequence is always a concatenation of the same pieces:
 
@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.data.chat_template import (
     PLACEHOLDER,
@@ -31,166 +29,17 @@ from rl_core.data.chat_template import (
     render_assistant_text,
     render_history_message,
 )
-from rl_core.data.completion_decoding import CompletionDecoder
+from rl_core.data.images import IMAGE_MARKER, find_image_reader
 from rl_core.data.model_text import replace_surrogates, split_thought
+from rl_core.data.text_encoding import TextEncoder, find_fast_backend
 from rl_core.data.token_ids import GENERATION_CONFIG, find_end_texts, list_end_ids
-from rl_core.errors import DataError
+from rl_core.errors import DataError, SettingsError
 from rl_core.settings import ModelSettings
 from rl_core.time_limits import CallTimeout, call_with_timeout
-from rl_core.types import Message
+from rl_core.types import ImagePixels, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-T = TypeVar("T")
-_EncodingRequest = tuple[str, bool, bool]  # text, special, spelled
-
-
-class TextEncoder:
-    """Texts to token ids by the tokenizer's backend in Rust, where it alone decides them; else by the tokenizer.
-
-    A call of a tokenizer makes masks, types and copies of all of them, which take longer than the ids of a short text.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._is_fast = find_fast_backend(tokenizer) is not None
-        self._collected_requests: list[_EncodingRequest] | None = None  # while texts are collected
-        self._encoded_requests: Iterator[tuple[_EncodingRequest, list[int]]] | None = (
-            None  # while they are handed out
-        )
-        self._computed_values: list[Any] = []
-        self._completion_decoder: CompletionDecoder | None = None
-
-    def find_completion_decoder(self, prompt: str) -> CompletionDecoder:
-        """Return the decoder of texts after a prompt; it is examined once."""
-        if self._completion_decoder is None:
-            header = self._encode_batch([prompt], False, False)[0]
-            self._completion_decoder = CompletionDecoder(self._tokenizer, header)
-        return self._completion_decoder
-
-    def encode_text(
-        self, text: str, *, add_special_tokens: bool = False, split_special_tokens: bool = False
-    ) -> list[int]:
-        """Return the token ids of a text.
-
-        Args:
-            add_special_tokens: include the tokens that the tokenizer puts around a sequence (BOS, EOS).
-            split_special_tokens: treat special tokens in the text as plain characters.
-        """
-        request = text, add_special_tokens, split_special_tokens
-        if self._collected_requests is not None:
-            self._collected_requests.append(request)
-            return []
-        if self._encoded_requests is not None:
-            encoded = next(self._encoded_requests, None)
-            if encoded is not None and encoded[0] == request:
-                return encoded[1]
-            self._encoded_requests = None  # not as it was collected: from here on one by one
-        return self._encode_batch([text], add_special_tokens, split_special_tokens)[0]
-
-    @property
-    def is_batching(self) -> bool:
-        """True = within `run_together`, where ids must not be cached."""
-        return self._collected_requests is not None or self._encoded_requests is not None
-
-    def compute_once(self, compute: Callable[[], T]) -> T:
-        """Return the result of `compute`, which `run_together` calls in its first pass only."""
-        if self._collected_requests is not None:
-            self._computed_values.append(compute())
-            return cast(T, self._computed_values[-1])
-        if self._encoded_requests is not None and self._computed_values:
-            return cast(T, self._computed_values.pop(0))
-        return compute()
-
-    def run_together(self, jobs: Sequence[Callable[[], T]]) -> Iterator[T | Exception]:
-        """Return the result, or error, of each job; their texts are encoded in one batch, a third faster.
-
-        Each job is called twice: first all of them, to collect their texts, whose ids are empty then; then one after
-        the other.
-        The texts that a job encodes must not depend on ids.
-        """
-        self._collected_requests, self._computed_values = [], []
-        per_work: list[list[Any]] = []
-        with self._reset_batching():
-            for work in jobs:
-                start = len(self._computed_values)
-                _capture_outcome(work)
-                per_work.append(self._computed_values[start:])
-            requests, self._collected_requests = self._collected_requests, None
-            self._encoded_requests = zip(requests, self._encode_requests(requests), strict=True)
-            for work, made in zip(jobs, per_work, strict=True):
-                self._computed_values = made
-                yield _capture_outcome(work)
-
-    @contextmanager
-    def _reset_batching(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._collected_requests, self._encoded_requests, self._computed_values = None, None, []
-
-    def _encode_requests(self, requests: Sequence[_EncodingRequest]) -> list[list[int]]:
-        kinds: dict[tuple[bool, bool], list[int]] = defaultdict(list)
-        for position, (_, special, spelled) in enumerate(requests):
-            kinds[special, spelled].append(position)
-        encoded: list[list[int]] = [[]] * len(requests)
-        for kind, places in kinds.items():
-            for position, ids in zip(
-                places, self._encode_batch([requests[n][0] for n in places], *kind), strict=True
-            ):
-                encoded[position] = ids
-        return encoded
-
-    def _encode_batch(self, texts: list[str], special: bool, spelled: bool) -> list[list[int]]:
-        if not self._is_fast:
-            more = {"split_special_tokens": True} if spelled else {}
-            return [
-                cast(
-                    list[int],
-                    self._tokenizer(text, add_special_tokens=special, **more)["input_ids"],
-                )
-                for text in texts
-            ]
-        backend: Any = cast(Any, self._tokenizer).backend_tokenizer
-        # As each call of the tokenizer sets them: other callers may have enabled padding or truncation.
-        if backend.truncation is not None:
-            backend.no_truncation()
-        if backend.padding is not None:
-            backend.no_padding()
-        split = spelled or bool(getattr(self._tokenizer, "split_special_tokens", False))
-        if backend.encode_special_tokens != split:
-            backend.encode_special_tokens = split
-        if len(texts) == 1:
-            return [backend.encode(texts[0], add_special_tokens=special).ids]
-        return [
-            encoding.ids
-            for encoding in backend.encode_batch_fast(texts, add_special_tokens=special)
-        ]
-
-
-def _capture_outcome(work: Callable[[], T]) -> T | Exception:
-    try:
-        return work()
-    except Exception as error:
-        return error
-
-
-def find_fast_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the `tokenizers.Tokenizer` that alone decides a tokenizer's ids; None if its class adds something."""
-    from transformers import PreTrainedTokenizerFast
-
-    kind = type(tokenizer)
-    if (
-        not isinstance(tokenizer, PreTrainedTokenizerFast)
-        or kind.__call__ is not PreTrainedTokenizerFast.__call__
-    ):
-        return None
-    inner = "_encode_plus"  # what a call ends in; a class with another one is left to itself
-    if getattr(kind, inner, None) is not getattr(PreTrainedTokenizerFast, inner, 0):
-        return None
-    return tokenizer.backend_tokenizer
 
 
 def compute_tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -259,7 +108,9 @@ class ChatRenderer:
         self._ordinary_end_ids = {token for token in self._end_ids if token not in added}
         # An end token in a message's text would end the turn there.
         self._end_texts = find_end_texts(tokenizer)
-        control = tuple(sorted({*control, *(set(self._end_texts) - set(markers))}))
+        self._image_reader = find_image_reader(tokenizer)
+        image_tokens = self._image_reader.tokens if self._image_reader is not None else ()
+        control = tuple(sorted({*control, *image_tokens, *(set(self._end_texts) - set(markers))}))
         self._control = compile_token_pattern(control)
         self._markers = compile_token_pattern(markers)
         special = set(tokenizer.all_special_tokens)
@@ -303,6 +154,8 @@ class ChatRenderer:
         )
         if self._end_ids:
             decisive = (*decisive, sorted(self._end_ids))
+        if self._image_reader is not None:
+            decisive = (*decisive, self._image_reader.digest)
         return hashlib.sha256(
             json.dumps(decisive, sort_keys=True, default=str).encode()
         ).hexdigest()
@@ -329,19 +182,39 @@ class ChatRenderer:
 
         Raises: DataError if the template refuses the messages.
         """
-        return list(
-            (self._render_prompt if self.encoder.is_batching else self._cached_prompt)(
-                _build_cache_key(messages)
-            )
-        )
+        key = _build_cache_key(messages)
+        if images := self.read_images(messages):
+            return list(self._render_prompt(key, images))
+        return list((self._render_prompt if self.encoder.is_batching else self._cached_prompt)(key))
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids to append after the policy's EOS: the messages and the header of the next action."""
+        key = _build_cache_key(messages)
+        if images := self.read_images(messages):
+            return list(self._render_observation(key, images))
         return list(
             (self._render_observation if self.encoder.is_batching else self._cached_observation)(
-                _build_cache_key(messages)
+                key
             )
         )
+
+    def read_images(self, messages: Sequence[Message]) -> list[ImagePixels]:
+        """Return the images of messages in the order of their tokens.
+
+        Raises: DataError for an image that cannot be read, or a model that reads none; SettingsError without Pillow, or
+            where earlier turns are rendered again.
+        """
+        urls = [url for message in messages for url in message.get("images", ())]
+        if not urls:
+            return []
+        if self._image_reader is None:
+            raise DataError("the messages have images, and the model reads none")
+        if self.settings.history_thoughts == "template":
+            raise SettingsError(
+                "model.history_thoughts: template renders earlier turns again, which is not supported with images; "
+                "set it to keep"
+            )
+        return self._image_reader.read_images(urls)
 
     def needs_history_rewrite(self, messages: Sequence[Message]) -> bool:
         """Return whether the template rewrites earlier turns after these messages (`history_thoughts: template`)."""
@@ -355,7 +228,7 @@ class ChatRenderer:
 
     def encode_history_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return `prompt_ids` for an episode in progress; not cached, as no other episode has the same prompt."""
-        return list(self._render_prompt(_build_cache_key(messages)))
+        return list(self._render_prompt(_build_cache_key(messages), self.read_images(messages)))
 
     def action_ids(self, text: str) -> list[int]:
         """Return the token ids of one action and its end of turn, after a header.
@@ -467,21 +340,32 @@ class ChatRenderer:
 
     # -- chat template -------------------------------------------------------------------------------------------------
 
-    def _render_prompt(self, key: _CacheKey) -> tuple[int, ...]:
+    def _render_prompt(self, key: _CacheKey, images: Sequence[ImagePixels] = ()) -> tuple[int, ...]:
         return (
             *self._bos_ids,
             *self._encode_text(
                 self.encoder.compute_once(
-                    lambda: self.template.render_messages(self._fit_messages(key))
+                    lambda: self._expand_images(
+                        self.template.render_messages(self._fit_messages(key)), images
+                    )
                 )
             ),
         )
 
-    def _render_observation(self, key: _CacheKey) -> tuple[int, ...]:
+    def _expand_images(self, text: str, images: Sequence[ImagePixels]) -> str:
+        if not images or self._image_reader is None:
+            return text
+        return self._image_reader.expand_text(text, images)
+
+    def _render_observation(
+        self, key: _CacheKey, images: Sequence[ImagePixels] = ()
+    ) -> tuple[int, ...]:
         """Render the text after a placeholder assistant message and its end-of-turn token."""
         opening: _CacheKey = (("user", "U", ""), ("assistant", PLACEHOLDER, ""))
         after = self.encoder.compute_once(
-            lambda: self.template.render_messages(self._fit_messages(opening + key))
+            lambda: self._expand_images(
+                self.template.render_messages(self._fit_messages(opening + key)), images
+            )
         ).partition(PLACEHOLDER)[2]
         bare = (
             after.lstrip()
@@ -547,12 +431,25 @@ class ChatRenderer:
             if role == "assistant" and fields:
                 content, fields = render_history_message(self.template, self.facts, content, fields)
             content = self._break_control_tokens(content)
+            if num_images := fields.pop("images", 0):
+                content = self._place_images(role, content, num_images)
             foreign = not facts.has_system or not facts.has_repeats
             if foreign and role != "tool" and fitted and fitted[-1]["role"] == role:
                 fitted[-1]["content"] = f"{fitted[-1]['content']}\n\n{content}"
             else:
                 fitted.append({"role": role, "content": content, **fields})
         return fitted
+
+    def _place_images(self, role: str, content: str, num_images: int) -> str:
+        """Replace the markers of a message by the tokens of its images."""
+        assert self._image_reader is not None
+        if role == "assistant":
+            raise DataError("an assistant message has an image, and the policy writes text alone")
+        if content.count(IMAGE_MARKER) != num_images:
+            raise DataError(
+                f"a message has {num_images} images and {content.count(IMAGE_MARKER)} markers {IMAGE_MARKER}"
+            )
+        return content.replace(IMAGE_MARKER, self._image_reader.marker_text)
 
     def _break_control_tokens(self, content: str) -> str:
         """Break spelled-out control tokens by a space, so that no message can forge a role."""
@@ -565,8 +462,10 @@ def _build_cache_key(messages: Sequence[Message]) -> _CacheKey:
         others = {
             k: v
             for k, v in message.items()
-            if k not in ("role", "content", "weight") and v is not None
+            if k not in ("role", "content", "weight", "images") and v is not None
         }
+        if message.get("images"):
+            others["images"] = len(message["images"])
         keys.append(
             (
                 message["role"],

@@ -130,11 +130,11 @@ class RowFormat:
 
 _DEMONSTRATIONS = (
     RowFormat(RECORDED, ("messages", "sequences"), RECORDED_COLUMNS, ("messages", "sequences")),
-    RowFormat("messages", ("messages",), ("tools",), ("messages",)),
+    RowFormat("messages", ("messages",), ("tools", "images"), ("messages",)),
     RowFormat(
         "prompt-completion, conversational",
         ("prompt", "completion"),
-        ("tools",),
+        ("tools", "images"),
         ("prompt", "completion"),
     ),
     RowFormat("prompt-completion", ("prompt", "completion"), ("tools",)),
@@ -491,7 +491,7 @@ def _validate_demonstration_messages(row: Row) -> list[dict[str, Any]]:
     first = raw[0] if isinstance(raw, list) and len(raw) == 1 else None
     if isinstance(first, Mapping) and first.get("role") == "text":
         return [{"role": "text", "content": read_text(first, "content", "text")}]
-    messages = validate_messages(row["messages"], "messages")
+    messages = validate_messages(row["messages"], "messages", with_images=True)
     if messages[-1]["role"] != "assistant":
         raise BadRow(
             f"messages[{len(messages) - 1}].role",
@@ -506,7 +506,7 @@ def validate_prompt(row: Row) -> Row:
     """Return a prompt, text or messages, with every other column."""
     if not isinstance(row.get("prompt"), list):
         return {**row, "prompt": read_text(row, "prompt")}
-    messages = validate_messages(row["prompt"], "prompt")
+    messages = validate_messages(row["prompt"], "prompt", with_images=True)
     if messages[-1]["role"] == "assistant":
         raise BadRow(
             f"prompt[{len(messages) - 1}].role",

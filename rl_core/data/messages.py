@@ -8,9 +8,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rl_core.data.files import BadRow, describe_value, read_json, read_text, refuse_unstorable
+from rl_core.data.images import (
+    IMAGE_MARKER,
+    MAX_IMAGES,
+    find_image_source,
+    is_image_part,
+    join_parts,
+    load_image,
+)
+from rl_core.errors import DataError
 
 _ROLES = ("system", "user", "assistant", "tool")
 _ALIASES = {"developer": "system"}  # OpenAI's newer name
@@ -26,20 +36,27 @@ _HINTS = {
 }
 
 
-def validate_messages(value: object, name: str) -> list[dict[str, Any]]:
+def validate_messages(
+    value: object, name: str, *, with_images: bool = False
+) -> list[dict[str, Any]]:
     """Return messages with role and content, and OpenAI's other fields if they hold something.
 
     Content parts of type text are joined, arguments of calls become objects, the role developer becomes system, `train`
     becomes a weight, and null fields are dropped, except within JSON text. Every other field is refused: nothing of a
     message
-    is lost.
+    is lost. Parts of type image, whose files were loaded (`load_row_images`), become markers and data URLs.
+    Args:
+        with_images: images are allowed, other than in assistant messages.
     Raises: BadRow naming the field.
     """
     if not isinstance(value, list):
         raise BadRow(name, f"must be a list of objects, found {describe_value(value)}")
     if not value:
         raise BadRow(name, "is empty")
-    return [_validate_message(message, f"{name}[{index}]") for index, message in enumerate(value)]
+    return [
+        _validate_message(message, f"{name}[{index}]", with_images)
+        for index, message in enumerate(value)
+    ]
 
 
 def validate_tools(raw: object, name: str = "tools") -> list[dict[str, Any]]:
@@ -65,7 +82,7 @@ def validate_tools(raw: object, name: str = "tools") -> list[dict[str, Any]]:
     return tools
 
 
-def _validate_message(message: object, place: str) -> dict[str, Any]:
+def _validate_message(message: object, place: str, with_images: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise BadRow(
             place, f"must be an object with role and content, found {describe_value(message)}"
@@ -80,6 +97,8 @@ def _validate_message(message: object, place: str) -> dict[str, Any]:
             f"{place}.role", f"must be one of {', '.join(_ROLES)}, found {describe_value(role)}"
         )
     allowed = ("role", "content", *_FIELDS_BY_ROLE.get(role, ()))
+    if with_images and role != "assistant" and isinstance(fields.get("images"), list):
+        allowed = (*allowed, "images")  # as our own files have them
     unknown = next((name for name in fields if name not in allowed), None)
     if unknown is not None:
         hint = _HINTS.get(str(unknown), f"known for {role}: {', '.join(allowed)}")
@@ -93,36 +112,106 @@ def _validate_message(message: object, place: str) -> dict[str, Any]:
         if name in others:
             read_text(others, name, f"{place}.{name}")
     may_be_empty = role == "tool" or "tool_calls" in others
-    return {
-        "role": role,
-        "content": _read_content(message, f"{place}.content", may_be_empty),
-        **others,
-    }
+    content, images = _read_content(
+        message, f"{place}.content", may_be_empty, with_images and role != "assistant"
+    )
+    if images:
+        others["images"] = images
+    return {"role": role, "content": content, **others}
 
 
-def _read_content(fields: Mapping[str, Any], place: str, may_be_empty: bool) -> str:
-    """Return the text of a message; parts of type text joined."""
+def _read_content(
+    fields: Mapping[str, Any], place: str, may_be_empty: bool, with_images: bool
+) -> tuple[str, list[str]]:
+    """Return the text of a message, its parts joined, and the data URLs of its images."""
     content = fields.get("content")
     if may_be_empty and content is None:
-        return ""
+        return "", []
     if not isinstance(content, list):
-        return read_text(fields, "content", place, may_be_empty=may_be_empty)
-    texts = []
+        return read_text(fields, "content", place, may_be_empty=may_be_empty), []
     for index, part in enumerate(content):
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            description = (
-                f"a part of type {kind!r}" if isinstance(kind, str) else describe_value(part)
+        is_text = (
+            isinstance(part, Mapping)
+            and part.get("type") == "text"
+            and isinstance(part.get("text"), str)
+        )
+        if is_text or (with_images and is_image_part(part)):
+            continue
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        description = f"a part of type {kind!r}" if isinstance(kind, str) else describe_value(part)
+        if is_image_part(part):
+            description += (
+                "; images are read in demonstrations and prompts, not in assistant messages"
             )
-            raise BadRow(
-                f"{place}[{index}]", f"must be {{'type': 'text', 'text': ...}}, found {description}"
-            )
-        texts.append(part["text"])
-    return read_text({"content": "".join(texts)}, "content", place, may_be_empty=may_be_empty)
+        raise BadRow(
+            f"{place}[{index}]", f"must be {{'type': 'text', 'text': ...}}, found {description}"
+        )
+    text, images = join_parts(content, lambda index, source: str(source))
+    return read_text({"content": text}, "content", place, may_be_empty=may_be_empty), images
+
+
+def load_row_images(row: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+    """Return a row whose messages hold the data URL of each image, instead of a file's name or an image of Pillow.
+
+    Parts of type image without a source stand for the images of the column `images`, in order, as TRL writes rows.
+    Args:
+        folder: of relative paths; None = the current one.
+    Raises: BadRow naming the field.
+    """
+    lists = [
+        name for name in ("messages", "prompt", "completion") if isinstance(row.get(name), list)
+    ]
+    column = row.get("images")
+    column = column if isinstance(column, list) else [] if column is None else [column]
+    num_used = 0
+    loaded = dict(row)
+    for name in lists:
+        messages = []
+        for index, message in enumerate(row[name]):
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(message, Mapping) and isinstance(message.get("images"), list):
+                urls = [
+                    _load_part(source, folder, f"{name}[{index}].images[{number}]")
+                    for number, source in enumerate(message["images"])
+                ]
+                if str(content).count(IMAGE_MARKER) != len(urls):
+                    raise BadRow(
+                        f"{name}[{index}].images",
+                        f"holds {len(urls)} images, and the content has {str(content).count(IMAGE_MARKER)} markers "
+                        f"{IMAGE_MARKER} for them",
+                    )
+                message = {**message, "images": urls}
+            elif isinstance(content, list) and any(map(is_image_part, content)):
+                if sum(map(is_image_part, content)) > MAX_IMAGES:
+                    raise BadRow(f"{name}[{index}].content", f"has more than {MAX_IMAGES} images")
+                parts = []
+                for number, part in enumerate(content):
+                    if is_image_part(part):
+                        source = find_image_source(part)
+                        if source is None and num_used < len(column):
+                            source, num_used = column[num_used], num_used + 1
+                        place = f"{name}[{index}].content[{number}]"
+                        part = {"type": "image", "image": _load_part(source, folder, place)}
+                    parts.append(part)
+                message = {**message, "content": parts}
+            messages.append(message)
+        loaded[name] = messages
+    if not num_used:
+        return loaded
+    if num_used < len(column):
+        raise BadRow(
+            "images", f"holds {len(column)} images, and the messages have {num_used} parts for them"
+        )
+    del loaded["images"]
+    return loaded
+
+
+def _load_part(source: object, folder: Path | None, place: str) -> str:
+    """Return the data URL of an image. Raises: BadRow naming the field."""
+    try:
+        return load_image(source, folder or Path())
+    except DataError as error:
+        raise BadRow(place, str(error)) from None
 
 
 def _read_assistant_fields(fields: Mapping[str, Any], place: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ from rl_core.data.formats import (
     validate_preference,
     validate_prompt,
 )
+from rl_core.data.messages import load_row_images
 from rl_core.data.row_sequences import CompressedRows, select_rows
 from rl_core.data.row_uses import explain_misfit
 from rl_core.data.splits import RepeatedRows, find_repeats
@@ -144,13 +145,19 @@ def read_preferences(
 
 
 def read_prompts(
-    path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None
+    path: RowSource,
+    *,
+    on_bad_row: str = "stop",
+    max_rows: int | None = None,
+    folder: Path | None = None,
 ) -> Records:
     """Read rows {"prompt": text or a list of messages, ...} with every other column; in memory also plain texts.
 
-    Arguments and errors are those of `read_demonstrations`.
+    Other arguments and errors are those of `read_demonstrations`.
+    Args:
+        folder: of the images that rows in memory name; None = the current one.
     """
-    return _read_records(path, None, validate_prompt, on_bad_row, max_rows, None)
+    return _read_records(path, None, validate_prompt, on_bad_row, max_rows, None, folder)
 
 
 def read_questions(
@@ -206,13 +213,16 @@ def _read_records(
     on_bad_row: str,
     max_rows: int | None,
     check_rows: CheckRows | None,
+    folder: Path | None = None,
 ) -> Records:
     with (
         refuse_concurrent_change(Path(source))
         if isinstance(source, str | Path)
         else contextlib.nullcontext()
     ):
-        records = _read_checked_rows(source, columns, schema, on_bad_row, max_rows, check_rows)
+        records = _read_checked_rows(
+            source, columns, schema, on_bad_row, max_rows, check_rows, folder
+        )
         inject_fault("data.read")
         records.digest = _compute_source_digest(source, records.rows)
     if schema in (validate_demonstration, validate_preference):
@@ -229,6 +239,7 @@ def _read_checked_rows(
     on_bad_row: str,
     max_rows: int | None,
     check_rows: CheckRows | None = None,
+    folder: Path | None = None,
 ) -> Records:
     """Read rows and problems, reported; without the digest."""
     if on_bad_row not in ("stop", "skip"):
@@ -239,6 +250,7 @@ def _read_checked_rows(
     records = Records(rows, num_rows=0, num_skipped=0, problems=[], digest="")
     problems: list[tuple[int, RowProblem]] = []  # with the number of the row
     numbers, in_memory = array("q"), not isinstance(source, str | Path)
+    folder = Path(source).parent if isinstance(source, str | Path) else folder
     list_column = "messages" if schema is validate_demonstration else "prompt"
     for file, line, raw in _iter_raw_rows(source, columns, list_column):
         if max_rows is not None and records.num_rows >= max_rows:
@@ -249,6 +261,8 @@ def _read_checked_rows(
         try:
             if isinstance(raw, BadRow):
                 raise raw
+            if schema in (validate_demonstration, validate_prompt):
+                raw = load_row_images(raw, folder)
             row = schema(raw)
         except BadRow as bad:
             problems.append((records.num_rows, RowProblem(file, line, bad.field, bad.reason)))
@@ -446,7 +460,10 @@ def read_prompt_rows(
         if left == 0:
             break
         records = read_prompts(
-            _load_prompt_column(file, prompt), on_bad_row=on_bad_row, max_rows=left
+            _load_prompt_column(file, prompt),
+            on_bad_row=on_bad_row,
+            max_rows=left,
+            folder=file.parent,
         )
         has_lines = bool(records.lines and records.lines[0]) and file.suffix == ".jsonl"
         prompt_rows.starts.append(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
+from rl_core.data.images import describe_images
 from rl_core.errors import DataError, SettingsError
 
 logger = logging.getLogger(__name__)
@@ -180,9 +181,9 @@ def normalize_prompt(prompt: str) -> str:
 
 
 def extract_opening_text(messages: Sequence[Mapping[str, str]]) -> str:
-    """Return the prompt of a conversation: its text before the first assistant message."""
+    """Return the prompt of a conversation: its text before the first assistant message, with digests of images."""
     opening = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
-    return "\n".join(message["content"] for message in opening)
+    return "\n".join(f"{message['content']}{describe_images(message)}" for message in opening)
 
 
 def extract_prompt_text(prompt: str | Sequence[Mapping[str, str]]) -> str:

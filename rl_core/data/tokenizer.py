@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from rl_core.data.images import IMAGE_TOKENS
 from rl_core.errors import DataError
 from rl_core.storage.faults import inject_fault
 
@@ -39,18 +40,22 @@ PLAIN_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, with_images: bool = False
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer on `texts`; lossless for any text.
 
     Digits are never merged, so that a number is tokenised independently of its context (as in Llama, arXiv:2302.13971).
     Deterministic in the texts.
     Args:
         vocab_size: maximum entries, special tokens included; fewer if the texts have no more pairs to merge.
+        with_images: also the tokens that stand for images (`data.images`).
     Raises: DataError if vocab_size is too small for the 256 bytes and the special tokens.
     """
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
     special = [PAD_TOKEN, END_TOKEN, *(f"<|{role}|>" for role in ROLES)]
+    special += IMAGE_TOKENS if with_images else ()
     smallest = 256 + len(special)
     if vocab_size < smallest:
         raise DataError(

@@ -21,8 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.images import ImageReader, find_image_reader
+from rl_core.data.row_sequences import CompressedRows
 from rl_core.errors import CorruptError, DataError
-from rl_core.types import Message
+from rl_core.types import ImagePixels, Message
 
 if TYPE_CHECKING:
     import pyarrow
@@ -315,6 +317,69 @@ class TokenRows(Sequence[TrainingSequence]):
     def _pick_sequences(self, parts: Iterable[NDArray[Any]]) -> Ints:
         indices = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64, copy=False)
         return indices if self._indices is None else indices[self._indices]
+
+
+ImageSequence = tuple[list[int], list[bool], tuple[ImagePixels, ...]]
+
+
+class ImageRows(Sequence[ImageSequence]):
+    """Sequences with the images of their rows, which are read on each access."""
+
+    def __init__(self, tokens: TokenRows, images: CompressedRows, reader: ImageReader) -> None:
+        """Combine them.
+
+        Args:
+            images: {"images": data URLs} of each sequence's row.
+        """
+        self.tokens, self._images, self._reader = tokens, images, reader
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the data that have a sequence here."""
+        return self.tokens.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return self.tokens.num_tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> ImageSequence: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[ImageSequence]: ...
+    def __getitem__(self, index: int | slice) -> ImageSequence | list[ImageSequence]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        ids, mask = self.tokens[index]
+        return ids, mask, tuple(self._reader.read_images(self._images[index]["images"]))
+
+
+def attach_images(
+    tokens: TokenRows, rows: Iterable[Mapping[str, Any]], renderer: ChatRenderer
+) -> TokenRows | ImageRows:
+    """Return demonstrations with the images of their messages; the same ones if no row has an image.
+
+    Args:
+        rows: those that the sequences are of, in order.
+    Raises: DataError for sequences that are not one a row.
+    """
+    images = CompressedRows(
+        {
+            "images": [
+                url for message in row.get("messages", ()) for url in message.get("images", ())
+            ]
+        }
+        for row in rows
+    )
+    reader = find_image_reader(renderer.tokenizer)
+    if reader is None or not any(row["images"] for row in images):
+        return tokens
+    if len(tokens) != len(images):
+        raise DataError(f"{len(images)} rows with images have {len(tokens)} sequences")
+    return ImageRows(tokens, images, reader)
 
 
 def _count_loss_tokens(chunk: TokenChunk, ends: Ints) -> Ints:

@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, overload
 
+from rl_core.data.images import describe_images, join_message_parts
 from rl_core.data.splits import normalize_prompt
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
@@ -403,7 +404,10 @@ class Environment(ABC):
         Override it if `reset` is slow or leaves something open.
         """
         episode = self.episode(seed, level)
-        messages = [[message["role"], message["content"]] for message in episode.reset()]
+        messages = [
+            [message["role"], f"{message['content']}{describe_images(message)}"]
+            for message in map(join_message_parts, episode.reset())
+        ]
         return [messages, episode.hidden]
 
     def question(self, seed: int, level: str) -> str:

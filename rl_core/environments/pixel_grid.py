@@ -15,8 +15,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from rl_core.data.images import IMAGE_MARKER, encode_data_url
 from rl_core.environments.pixel_grid_questions import (
     COLOURS,
     GridCell,
@@ -24,6 +25,7 @@ from rl_core.environments.pixel_grid_questions import (
     GridQuestion,
     PixelGridImage,
     draw_question,
+    encode_png,
     render_grid,
 )
 from rl_core.environments.question_episodes import (
@@ -35,7 +37,8 @@ from rl_core.environments.question_episodes import (
     choose_mistake,
 )
 from rl_core.environments.tools import CallFormat, Tool, Toolset
-from rl_core.types import ToolCall
+from rl_core.errors import SettingsError
+from rl_core.types import Message, ToolCall
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,6 +51,14 @@ LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "hard": (6, ("larger", "most", "pointer")),  # two calls
 }
 SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
+
+# the same with `observe: image`: smaller grids, for small image encoders
+IMAGE_LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "easy": (2, ("colour",)),
+    "medium": (2, ("colour", "digit")),
+    "hard": (4, ("colour", "count")),
+}
+IMAGE_SCALE = 3  # pixels per dot
 
 _IMAGE_INSTRUCTIONS = (
     f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
@@ -244,7 +255,14 @@ class PixelGridEpisode(QuestionEpisode):
     """One image and one question; `grid` and `question` are for analysis, the policy never sees them."""
 
     def __init__(
-        self, seed: int, level: str, grid: PixelGridImage, question: GridQuestion, **arguments: Any
+        self,
+        seed: int,
+        level: str,
+        grid: PixelGridImage,
+        question: GridQuestion,
+        *,
+        shows_image: bool = False,
+        **arguments: Any,
     ) -> None:
         super().__init__(
             seed,
@@ -256,8 +274,18 @@ class PixelGridEpisode(QuestionEpisode):
         )
         self.grid, self.question = grid, question
         self.hidden = [grid.colours, grid.digits]
+        self._shows_image = shows_image
         self._seen: set[GridCell] = set()  # cells revealed by a call
         self._counted: set[tuple[str, GridLine]] = set()  # colour and line of each count
+
+    def reset(self) -> list[Message]:
+        """Return the question, behind the picture of the grid if the policy sees it."""
+        messages = super().reset()
+        if self._shows_image:
+            question = messages[-1]
+            question["content"] = f"{IMAGE_MARKER}{question['content']}"
+            question["images"] = [encode_data_url(encode_png(self.image()))]
+        return messages
 
     def observe_call(self, call: ToolCall) -> None:
         """Record the cells and counts revealed by a call."""
@@ -271,8 +299,10 @@ class PixelGridEpisode(QuestionEpisode):
         else:
             self._counted.add((arguments["colour"], (arguments["line"], arguments["number"])))
 
-    def is_answer_grounded(self) -> bool:
-        """Return whether the calls revealed everything the question depends on."""
+    def is_answer_grounded(self) -> bool | None:
+        """Return whether the calls revealed everything the question depends on; None = the policy sees the picture."""
+        if self._shows_image:
+            return None
         question = self.question
         if question.kind in ("count", "most"):
             return all(
@@ -289,8 +319,8 @@ class PixelGridEpisode(QuestionEpisode):
         return needed <= self._seen
 
     def image(self) -> np.ndarray:
-        """Render the hidden image for display, uint8 [height, width, 3]."""
-        return render_grid(self.grid)
+        """Render the image, uint8 [height, width, 3]."""
+        return render_grid(self.grid, IMAGE_SCALE) if self._shows_image else render_grid(self.grid)
 
 
 class PixelGrid(DemonstratedQuestionEnvironment):
@@ -310,10 +340,13 @@ class PixelGrid(DemonstratedQuestionEnvironment):
         unsupported_reward: float = 1.0,
         skill: dict[str, float] | None = None,
         habit: float = 0.25,
+        observe: Literal["tools", "image"] = "tools",
     ) -> None:
         """Set up the questions, the costs and the demonstrator.
 
         Args:
+            observe: tools: the image is hidden, and tools reveal parts; image: the policy sees it as a picture and
+                answers at once, on smaller grids.
             instructions: start with a system message describing the tools, for models not trained on them.
             call_format: call syntax of demonstrations and instructions.
             look_cost: cost per call.
@@ -322,26 +355,43 @@ class PixelGrid(DemonstratedQuestionEnvironment):
             skill: share of right demonstrations by level.
             habit: correlation of mistakes with the question, 0 to 1.
         """
+        if observe not in ("tools", "image"):
+            raise SettingsError(f"options.observe: {observe!r} must be tools or image")
+        self._shows_image = observe == "image"
+        self._questions_by_level = IMAGE_LEVELS if self._shows_image else LEVELS
+        if self._shows_image and (look_cost or unsupported_reward != 1):
+            raise SettingsError(
+                "options.observe: image has no tools, so look_cost and unsupported_reward do nothing; leave them out"
+            )
         super().__init__(
             data,
-            Toolset([_ZOOM, _SCAN, _COUNT]),
+            Toolset([] if self._shows_image else [_ZOOM, _SCAN, _COUNT]),
             costs=QuestionCosts(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward),
             call_format=call_format,
             instructions=_ANSWER_INSTRUCTIONS if instructions else None,
             skill={**SKILL, **(skill or {})},
             habit=habit,
         )
-        if instructions:
+        if instructions and self._shows_image:
+            self._system = _ANSWER_INSTRUCTIONS
+        elif instructions:
             self._system = _IMAGE_INSTRUCTIONS + self._system
 
     def episode(self, seed: int, level: str) -> PixelGridEpisode:
         """Return the episode of a level and seed."""
         self.check_level(level)
-        size, kinds = LEVELS[level]
+        size, kinds = self._questions_by_level[level]
         grid, question = draw_question(random.Random(f"pixel_grid/{level}/{seed}"), size, kinds)
         tools = self._tools.bind(grid)
         return PixelGridEpisode(
-            seed, level, grid, question, tools=tools, system=self._system, costs=self._costs
+            seed,
+            level,
+            grid,
+            question,
+            shows_image=self._shows_image,
+            tools=tools,
+            system=self._system,
+            costs=self._costs,
         )
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
@@ -351,7 +401,8 @@ class PixelGrid(DemonstratedQuestionEnvironment):
         plan = plan_demonstration(
             episode.grid, episode.question, rng, skill=self.skill[level], habit=self.habit
         )
-        return self._demonstrate_calls(episode, plan.calls, plan.answer, plan.mistake)
+        calls = [] if self._shows_image else plan.calls
+        return self._demonstrate_calls(episode, calls, plan.answer, plan.mistake)
 
 
 def _run_zoom(grid: PixelGridImage, row: int, column: int) -> str:

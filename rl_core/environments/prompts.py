@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.data.files import describe_value, list_field_names, read_field
+from rl_core.data.images import describe_images
 from rl_core.data.records import (
     PromptRows,
     RowProblem,
@@ -54,6 +55,12 @@ class PromptEpisode(Episode):
         self.target = environment.target_of(row)
         self.kind = str(row.get("kind", ""))
         self.row = dict(row)
+        if isinstance(row["prompt"], list):  # trajectories hold the row, and need no files in it
+            messages = row["prompt"]
+            self.row["prompt"] = [
+                {name: value for name, value in message.items() if name != "images"}
+                for message in messages
+            ]
         self._answer_check, self._tools = environment.check, environment.tools_of_episode()
 
     def reset(self) -> list[Message]:
@@ -326,7 +333,10 @@ class Prompts(Environment):
             return {"train": rows, "heldout": ()}
         keys = []
         for row in rows:
-            messages = [[m["role"], m["content"]] for m in _read_prompt_messages(row)]
+            messages = [
+                [m["role"], f"{m['content']}{describe_images(m)}"]
+                for m in _read_prompt_messages(row)
+            ]
             keys.append(compute_content_digest(messages))
         heldout = {key for key in keys if is_heldout(key, share)}
         row_levels = [str(read_field(row, self._level)) for row in rows]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_core.capabilities import decoding
+from rl_core.capabilities import decoding, reads_images
 from rl_core.environments.step_pool import Observation, PendingTurn
 from rl_core.inference.prompt_scores import score_prompts
 from rl_core.inference.sampling import (
@@ -27,6 +27,7 @@ from rl_core.inference.sampling import (
 from rl_core.inference.serving_requests import RequestProgress, ServedRequest, TopTokens
 from rl_core.inference.transformers_backend import BackendRow
 from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.image_inputs import build_image_inputs
 from rl_core.models.lora import unwrap_model
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ class _FallbackRequest:
     row: BackendRow
     cache: Any = None
     num_cached_tokens: int = 0  # cached tokens of the row
+    num_cached_images: int = 0
+    next_position: int = 0  # of a model that reads images: where the newest token stands
     turn: PendingTurn | None = None
 
 
@@ -68,6 +71,7 @@ class FallbackBatcher:
         self._textless_ids = torch.tensor(
             sorted(textless_ids), dtype=torch.int64, device=model.device
         )
+        self._reads_images = reads_images(model)
         self._keeps_cache = decoding.has_key_value_cache(model)
         names = inspect.signature(type(unwrap_model(model)).forward).parameters
         self._newest_logits_option = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
@@ -190,8 +194,34 @@ class FallbackBatcher:
         previous_ids = served.row.ids
         continues = served.row.append_observation(observation)
         if served.row.ids is not previous_ids:  # a new context
-            served.cache, served.num_cached_tokens = None, 0
+            served.cache, served.num_cached_tokens, served.num_cached_images = None, 0, 0
         return continues
+
+    def _build_image_inputs(
+        self, served: _FallbackRequest, num_new: int
+    ) -> dict[str, torch.Tensor]:
+        """Build positions of the newest tokens, and the pixels of images among them."""
+        row = served.row
+        if num_new == 1 and served.num_cached_tokens:
+            served.next_position += 1
+            position = torch.full((3, 1, 1), served.next_position - 1, device=self._model.device)
+            return {"position_ids": position}
+        inputs = build_image_inputs(
+            unwrap_model(self._model), [row.ids], [row.images], len(row.ids)
+        )
+        positions_31S = inputs["position_ids"]
+        served.next_position = int(positions_31S.max()) + 1
+        inputs["position_ids"] = positions_31S[:, :, -num_new:]
+        if "pixel_values" in inputs:
+            num_patches = sum(
+                len(image.pixels_PD) for image in row.images[: served.num_cached_images]
+            )
+            inputs["pixel_values"] = inputs["pixel_values"][num_patches:]
+            inputs["image_grid_thw"] = inputs["image_grid_thw"][served.num_cached_images :]
+            if served.num_cached_images == len(row.images):
+                del inputs["pixel_values"], inputs["image_grid_thw"]
+            served.num_cached_images = len(row.images)
+        return inputs
 
     @torch.inference_mode()
     def _sample_token(self, served: _FallbackRequest) -> tuple[int, float, TopTokens | None]:
@@ -200,6 +230,7 @@ class FallbackBatcher:
         new = row.ids[served.num_cached_tokens :]
         if self._keeps_cache:
             ids = torch.tensor([new], device=device)
+            images = self._build_image_inputs(served, len(new)) if self._reads_images else {}
             mask = torch.ones(1, len(row.ids), dtype=torch.long, device=device)
             output = self._model(
                 input_ids=ids,
@@ -207,6 +238,7 @@ class FallbackBatcher:
                 past_key_values=served.cache,
                 use_cache=True,
                 **self._newest_logits_option,
+                **images,
             )
             served.cache, served.num_cached_tokens = output.past_key_values, len(row.ids)
         else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl_core.capabilities import check_chunked_head
+from rl_core.capabilities import check_chunked_head, refuse_image_model
 from rl_core.inference.serving_requests import PromptScores, ServedRequest, TopTokens
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.chunked_head import compute_chunk_tokens, compute_log_softmax_chunk
@@ -31,6 +31,7 @@ def score_prompts(model: PreTrainedModel, requests: list[ServedRequest]) -> None
         if request.prompt_top is None or request.prompt_scores is not None:
             continue
         try:
+            refuse_image_model(model, "prompt_scores", "prompt log-probabilities")
             request.prompt_scores = score_prompt(model, request.prompt_ids, request.prompt_top)
         except Exception as error:
             request.error = error

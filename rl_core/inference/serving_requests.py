@@ -21,7 +21,7 @@ from rl_core.errors import BackendError, PosttrainError
 from rl_core.inference.sampling import RolloutSequence
 from rl_core.inference.token_rules import LogitsEditor, TokenRules
 from rl_core.settings import SamplingSettings
-from rl_core.types import Conversation, Rollout
+from rl_core.types import Conversation, ImagePixels, Rollout
 
 
 class ServerOverloaded(PosttrainError):
@@ -83,6 +83,7 @@ class AnswerSequence:
     prompt_ids: list[int]
     seed: int
     has_stop_text: Callable[[list[int]], bool] | None = None
+    images: Sequence[ImagePixels] = ()  # of the prompt
     tokens: list[int] = field(default_factory=list)  # sampled, including the ending one
     logprobs: list[float] = field(default_factory=list)  # of the tokens, nats
     hit_limit: bool = False  # True = cut off by a token limit
@@ -152,6 +153,11 @@ class ServedRequest:
         self.drawing = _create_drawing_settings(
             sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
         )
+
+    @property
+    def images(self) -> Sequence[ImagePixels]:
+        """Images of the sequence's tokens so far."""
+        return getattr(self.sequence, "images", ())
 
     @property
     def allows_multiple_steps(self) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rl_core.capabilities import decoding
+from rl_core.capabilities import decoding, reads_images
 from rl_core.capabilities.rotary_positions import find_row_limit
 from rl_core.data.batches import pad_rows
 from rl_core.environments.step_pool import (
@@ -38,9 +38,11 @@ from rl_core.inference.sampling import (
     draw_uniforms,
 )
 from rl_core.models.causal_lm import use_eval_mode
+from rl_core.models.image_inputs import build_image_inputs
 from rl_core.models.lora import unwrap_model
 from rl_core.out_of_memory import MemoryFit
 from rl_core.settings import SamplingSettings
+from rl_core.types import ImagePixels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +77,7 @@ class TransformersBackend:
                 "%s keeps no key/value cache: rollouts read whole sequences for every token, which is slow",
                 type(unwrap_model(model)).__name__,
             )
+        self._reads_images = reads_images(model)
         self._takes_positions = (
             "position_ids" in inspect.signature(type(unwrap_model(model)).forward).parameters
         )
@@ -138,16 +141,30 @@ class TransformersBackend:
         )
         cache: Any = None
         seen_BV: torch.Tensor | None = None
+        images: dict[str, torch.Tensor] = {}
+        if self._reads_images:
+            images = build_image_inputs(
+                unwrap_model(self._model),
+                [row.ids for row in rows],
+                [row.images for row in rows],
+                width,
+                left=True,
+            )
+            next_B = images["position_ids"].amax((0, 2)) + 1
         while True:
             # rows that have acted decode on; keep their positions within the model's
             positions = (mask_BS.cumsum(1) - 1).clamp(0, self.max_length - 1)[:, -ids_BS.shape[1] :]
+            inputs = {"position_ids": positions} if self._takes_positions else {}
             output = self._model(
                 input_ids=ids_BS,
                 attention_mask=mask_BS,
                 past_key_values=cache,
                 use_cache=True,
-                **({"position_ids": positions} if self._takes_positions else {}),
+                **(images or inputs),
             )
+            if images:  # of the next token alone; the cache holds the images
+                images = {"position_ids": next_B[None, :, None].expand(3, -1, -1)}
+                next_B = next_B + 1
             cache = output.past_key_values
             uniforms_B = torch.tensor(
                 [row.read_next_uniform() for row in rows], dtype=torch.float64, device=device
@@ -245,6 +262,11 @@ class BackendRow:
         self._hit_limit = False
         self._has_stop_texts = bool(sampling.stop) if has_stops is None else has_stops
         self._is_stopped = False
+
+    @property
+    def images(self) -> Sequence[ImagePixels]:
+        """Images of the tokens so far; a sequence without the attribute has none."""
+        return getattr(self.sequence, "images", ())
 
     def read_next_uniform(self) -> float:
         """Return the uniform of the next token; it stays the same for a row that has acted."""

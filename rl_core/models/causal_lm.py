@@ -13,6 +13,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 
+from rl_core.data.images import find_image_reader, set_image_reader
 from rl_core.data.token_ids import GENERATION_CONFIG, read_generation_settings, set_end_ids
 from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
@@ -26,18 +27,28 @@ from rl_core.models.adapter_folder import (
 )
 from rl_core.models.adapter_targets import describe_adapters
 from rl_core.models.cuda_defaults import configure_cuda
+from rl_core.models.image_models import (
+    KNOWN_FAMILIES,
+    attach_image_reader,
+    build_from_config,
+    build_image_preset_config,
+    build_preset_reader,
+    find_image_token_ids,
+    save_image_processor,
+    select_auto_class,
+)
 from rl_core.models.named_models import find_hub_problem, resolve_local_model
 from rl_core.models.portable_files import adapt_config, adapt_tokenizer, write_model_card
 from rl_core.models.quiet_loading import quiet_transformers
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
-from rl_core.settings.common import PRESETS
+from rl_core.settings.common import IMAGE_ENCODERS, PRESETS
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import replace_folder
 from rl_core.storage.manifest import verify_while_reading
 
 if TYPE_CHECKING:  # the package takes seconds to import, and many commands load no model
-    from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 logger = logging.getLogger(__name__)
@@ -89,14 +100,18 @@ def use_eval_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def build_preset_config(settings: ModelSettings, vocab_size: int, **token_ids: Any) -> LlamaConfig:
-    """Build the configuration of a Llama of `settings.preset`'s shape.
+def build_preset_config(
+    settings: ModelSettings, vocab_size: int, **token_ids: Any
+) -> PreTrainedConfig:
+    """Build the configuration of a Llama of `settings.preset`'s shape, or of Qwen2-VL's if it reads images.
 
     Args:
         token_ids: `pad_token_id` and the like.
     """
     from transformers import LlamaConfig
 
+    if settings.preset in IMAGE_ENCODERS:
+        return build_image_preset_config(settings, vocab_size, **token_ids)
     return LlamaConfig(
         **PRESETS[settings.preset],
         vocab_size=vocab_size,
@@ -110,23 +125,25 @@ def build_preset_config(settings: ModelSettings, vocab_size: int, **token_ids: A
 def create_model(
     settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Create a Llama of `settings.preset`'s shape for this tokenizer, with weights drawn from `seed` alone.
+    """Create a model of `settings.preset`'s shape for this tokenizer, with weights drawn from `seed` alone.
 
     Weights are drawn on the CPU under a forked generator, so they do not depend on the device and the global random
-    state is not changed. Adapters are added if `settings.lora` is set.
+    state is not changed. Adapters are added if `settings.lora` is set. The tokenizer of a model that reads images gets
+    the model's image processor.
     """
-    from transformers import LlamaForCausalLM
-
     config = build_preset_config(
         settings,
         len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
+        **find_image_token_ids(tokenizer),
     )
+    if settings.preset in IMAGE_ENCODERS:
+        set_image_reader(tokenizer, build_preset_reader(tokenizer, config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM(config)
+        model: Any = build_from_config(config)
         fix_frequencies(model, settings.rope_context)
         if settings.lora is not None:
             model = lora.add_adapter(model, settings.lora)
@@ -152,15 +169,14 @@ def load_model(
         options: further arguments of `from_pretrained` that place the model, such as a quantisation.
     Raises: ModelError if there is no such model or its files cannot be used.
     """
-    from transformers import AutoModelForCausalLM
-
     tokenizer = load_tokenizer(path, settings)
     quantized = options or lora.build_quantization_options(
         settings.lora, resolve_device(settings), resolve_dtype(settings)
     )
     adapter = read_adapter_folder(path) if is_adapter_folder(path) else None
     base = path if adapter is None else adapter.base
-    model: Any = load_pretrained(AutoModelForCausalLM, base, settings, **quantized)
+    auto_class = select_auto_class(find_image_reader(tokenizer) is not None)
+    model: Any = load_pretrained(auto_class, base, settings, **quantized)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if settings.lora is not None or adapter is not None:
@@ -191,14 +207,14 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
     Adapters are added if `settings.lora` is set.
     Raises: ModelError as `load_model`.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     adapter = read_adapter_folder(path) if is_adapter_folder(path) else None
     source = _resolve_model_path(path)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
+            model: Any = build_from_config(
                 config, dtype=resolve_dtype(settings), trust_remote_code=settings.trust_remote_code
             )
             fix_frequencies(model, settings.rope_context)
@@ -221,7 +237,7 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
     """
     from transformers import AutoTokenizer
 
-    source = _resolve_model_path(path)
+    source = model_source = _resolve_model_path(path)
     if is_adapter_folder(path) and read_adapter_folder(path).has_tokenizer:
         source = str(Path(path).expanduser())
     with verify_while_reading(source, lambda name: not _is_weights_file(name)):
@@ -232,6 +248,7 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
         except Exception as error:
             raise _build_load_error(source, "tokenizer", error) from error
         set_end_ids(tokenizer, _read_generation_settings(source))
+        attach_image_reader(tokenizer, model_source)
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer of '{source}' has no end-of-sequence token (eos_token); it needs one"
@@ -382,6 +399,7 @@ def save_tokenizer_and_card(
     max_length = read_config_max_length(base.config)
     tokenizer.save_pretrained(folder)
     adapt_tokenizer(folder, max_length)
+    save_image_processor(tokenizer, folder)
     parameters = sum(
         parameter.numel() for name, parameter in base.named_parameters() if ".lora_" not in name
     )
@@ -499,6 +517,8 @@ def _build_load_error(source: str, part: str, error: Exception) -> ModelError:
         return ModelError(
             f"the {part} in '{source}' cannot be read: {type(error).__name__}: {reason}"
         )
+    if "Unrecognized configuration class" in reason:
+        reason = f"a kind of model that is not trained here; of those that read images, {KNOWN_FAMILIES} are"
     if "trust_remote_code" in reason:
         return ModelError(
             f"'{source}' needs Python code from the hub; set trust_remote_code: true if you trust it"

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rl_core.capabilities import reads_images
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.heads import score_batch
@@ -24,7 +25,7 @@ from rl_core.models.lora import disable_adapter, is_lora, unwrap_model
 from rl_core.models.rotary import read_model_max_length
 from rl_core.storage.atomic_files import write_json_atomic
 from rl_core.storage.faults import inject_fault
-from rl_core.types import Rollout, TrainBatch
+from rl_core.types import ImagePixels, Rollout, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,6 +52,7 @@ class TokenRecord:
     scored: list[int]  # indices into `ids`, at least 1
     logprobs: list[float]  # of the scored tokens, nats, under softmax(logits / temperature)
     temperature: float = 1.0
+    images: list[str] = field(default_factory=list)  # data URLs, in the order of their tokens
 
 
 def read_vocabulary_size(model: PreTrainedModel) -> int:
@@ -63,10 +65,13 @@ def build_fixed_ids(model: PreTrainedModel) -> list[list[int]]:
     """Build fixed token sequences, the same for every model with this vocabulary."""
     vocab_size = read_vocabulary_size(model)
     length = min(NUM_FIXED_TOKENS, read_model_max_length(model))
-    return [
+    rows = [
         [(7919 * (number * length + position) + 13) % vocab_size for position in range(length)]
         for number in range(NUM_FIXED_SEQUENCES)
     ]
+    # Without an image its token has no meaning.
+    image_id = model.config.image_token_id if reads_images(model) else None
+    return [[0 if token == image_id else token for token in row] for row in rows]
 
 
 def record_fixed_logprobs(model: PreTrainedModel) -> list[TokenRecord]:
@@ -95,7 +100,7 @@ def record_evaluated_logprobs(
     """
     restriction = (sampling.top_k, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
     is_unrestricted = restriction == (0, 1.0, 0.0, 1.0)
-    records = []
+    records, pixels = [], []
     for rollout in rollouts:
         ids = [*rollout.prompt_ids, *rollout.completion_ids][:MAX_EVALUATED_TOKENS]
         start = len(rollout.prompt_ids)
@@ -108,26 +113,39 @@ def record_evaluated_logprobs(
             continue
         logprobs = [float(rollout.sampler_logprobs[i]) for i in sampled]
         scored = [start + i for i in sampled]
+        images = [image.source for image in rollout.images]
+        if images and len(ids) == MAX_EVALUATED_TOKENS:
+            continue  # an image may be cut
         records.append(
-            TokenRecord(ids[: scored[-1] + 1], scored, logprobs, rollout.temperature or 1.0)
+            TokenRecord(ids[: scored[-1] + 1], scored, logprobs, rollout.temperature or 1.0, images)
         )
+        pixels.append(tuple(rollout.images))
         if len(records) == MAX_EVALUATED_SEQUENCES:
             break
-    return records if is_unrestricted else score_records(model, records)
+    return records if is_unrestricted else score_records(model, records, pixels)
 
 
-def score_records(model: PreTrainedModel, records: Sequence[TokenRecord]) -> list[TokenRecord]:
-    """Replace the records' log-probs by those of this model, one sequence per pass."""
+def score_records(
+    model: PreTrainedModel,
+    records: Sequence[TokenRecord],
+    images: Sequence[tuple[ImagePixels, ...]] = (),
+) -> list[TokenRecord]:
+    """Replace the records' log-probs by those of this model, one sequence per pass.
+
+    Args:
+        images: of each record; () = none has any.
+    """
     device = next(model.parameters()).device
     scored_records = []
     with torch.no_grad(), use_eval_mode(model):
-        for record in records:
+        for index, record in enumerate(records):
             ids_BS = torch.tensor([record.ids])
             mask_BS = torch.zeros_like(ids_BS, dtype=torch.bool)
             mask_BS[0, record.scored] = True
             temperatures_BS = torch.full(ids_BS.shape, record.temperature)
             all_BS = torch.ones_like(mask_BS)
             batch = TrainBatch(ids_BS, all_BS, mask_BS, temperatures_BS=temperatures_BS).to(device)
+            batch.images = [images[index]] if images else []
             logprobs_BS, _ = completion_logprobs(model, batch)
             logprobs = [float(value) for value in logprobs_BS[0].float().cpu()[record.scored]]
             scored_records.append(dataclasses.replace(record, logprobs=logprobs))

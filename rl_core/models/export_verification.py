@@ -165,7 +165,12 @@ def score_in_fresh_process(
     requests: list[dict[str, Any]] = []
     for folder, records in models:
         sequences = [
-            {"ids": record.ids, "scored": record.scored, "temperature": record.temperature}
+            {
+                "ids": record.ids,
+                "scored": record.scored,
+                "temperature": record.temperature,
+                "images": record.images,
+            }
             for group in records.values()
             for record in group
         ]

@@ -8,7 +8,9 @@ request is one JSON object on standard input, the answer the last line of standa
 
 from __future__ import annotations
 
+import base64
 import ctypes
+import io
 import json
 import os
 import pathlib
@@ -54,20 +56,43 @@ def measure_logprobs(request: dict[str, Any]) -> dict[str, Any]:
     import torch
     import transformers
 
-    model, report = load_model(transformers.AutoModelForCausalLM, request)
+    config, _ = transformers.PretrainedConfig.get_config_dict(request["folder"])
+    kind: Any = transformers.AutoModelForCausalLM
+    if "vision_config" in config:
+        kind = transformers.AutoModelForImageTextToText
+    model, report = load_model(kind, request)
     device = model.device
     logprobs_by_sequence = []
     with torch.no_grad():
         for sequence in request["sequences"]:
             ids = torch.tensor([sequence["ids"]], device=device)
-            logits = (
-                model(input_ids=ids, use_cache=False).logits[0].float() / sequence["temperature"]
-            )
+            images = read_images(request, model, ids, sequence.get("images", ()))
+            output = model(input_ids=ids, use_cache=False, **images)
+            logits = output.logits[0].float() / sequence["temperature"]
             logprobs = torch.log_softmax(logits, dim=-1)
             logprobs_by_sequence.append(
                 [float(logprobs[i - 1, sequence["ids"][i]]) for i in sequence["scored"]]
             )
     return {"logprobs": logprobs_by_sequence, **describe_model(model, report)}
+
+
+def read_images(request: dict[str, Any], model: Any, ids: Any, urls: Any) -> dict[str, Any]:
+    """Compute the pixels of images by the folder's image processor; the model finds their positions itself."""
+    if not urls:
+        return {}
+    import torch
+    import transformers
+    from PIL import Image
+
+    images = [
+        Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).convert("RGB")
+        for url in urls
+    ]
+    processor = transformers.AutoImageProcessor.from_pretrained(request["folder"], backend="pil")
+    outputs = processor(images=images, return_tensors="pt").to(model.device)
+    outputs["pixel_values"] = outputs["pixel_values"].to(model.dtype)
+    kinds = (ids == model.config.image_token_id).to(torch.int32)
+    return {**outputs, "mm_token_type_ids": kinds}
 
 
 def measure_scores(request: dict[str, Any]) -> dict[str, Any]:

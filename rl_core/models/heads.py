@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rl_core.errors import CheckpointError, DataError
+from rl_core.data.images import find_image_reader
+from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.models.causal_lm import load_pretrained, load_tokenizer, resolve_device, use_eval_mode
 from rl_core.models.hidden_states import compute_prefix_states
 from rl_core.models.logprobs import TokenOutputs, compute_token_outputs
@@ -119,6 +120,10 @@ def _load_classifier(
         shape: of a new head; None = as in the model's config.
     """
     tokenizer = load_tokenizer(path, settings)
+    if find_image_reader(tokenizer) is not None:
+        raise SettingsError(
+            f"'{path}' reads images, and a reward model reads texts; name a model of text"
+        )
     # transformers draws a missing head; the fork keeps the caller's random state unchanged
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

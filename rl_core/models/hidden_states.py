@@ -22,6 +22,7 @@ from rl_core.cpu.packed_forward import (
 from rl_core.data.batches import build_unscored_batch, pad_rows, plan_micro_batches
 from rl_core.models.causal_lm import use_eval_mode
 from rl_core.models.device_attention import use_device_attention
+from rl_core.models.image_inputs import build_batch_image_inputs
 from rl_core.models.lora import unwrap_model
 from rl_core.models.rotary import check_row_lengths
 from rl_core.out_of_memory import MemoryFit
@@ -109,9 +110,12 @@ def build_model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, t
     Without an attention mask and a cache, transformers builds a block-diagonal causal mask from positions that
     restart. Its flash kernels read the same positions, but only in a batch of one row. For them the rows are
     concatenated, which changes nothing because each begins a sequence; the output then has shape [1, B*S, ...].
-    Raises: DataError if a row is longer than the model's rotary frequencies allow.
+    A model that reads images also gets their pixels, and positions by M-RoPE.
+    Raises: DataError if a row is longer than the model's rotary frequencies allow; as `build_batch_image_inputs`.
     """
     check_row_lengths(model, batch)
+    if image_inputs := build_batch_image_inputs(model, batch):
+        return {"input_ids": batch.input_ids_BS, **image_inputs}
     if batch.position_ids_BS is None:
         return {"input_ids": batch.input_ids_BS}
     inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS}
@@ -168,6 +172,7 @@ def compute_turn_embeddings(
 
     def fill(group: list[int]) -> None:
         batch = build_unscored_batch([rows[index] for index in group], pad_id)
+        batch.images = [tuple(rollouts[index].images) for index in group]
         if any(rollouts[index].context_starts for index in group):
             batch.position_ids_BS = pad_rows([rollouts[index].positions for index in group], 0)
         hidden_BSH = compute_hidden_states(base, batch.to(device)).float().cpu()

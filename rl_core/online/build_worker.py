@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.api.policy import Policy, load_policy, resolve_model_folder, select_device_settings
+from rl_core.capabilities import refuse_image_model
 from rl_core.environments import make_environment
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
@@ -78,6 +79,7 @@ def build_update_worker(
         settings = dataclasses.replace(settings, rewards=dict(DEFAULT_REWARDS))
     assert settings.rewards is not None
     policy = load_policy(settings.model, seed=settings.seed)
+    refuse_image_model(policy.model, "online", "model.path")
     environment = create_online_environment(settings.environment)
     scorer = None
     if settings.reward_model is not None:

@@ -15,6 +15,7 @@ from torch import nn
 from rl_core.errors import ModelError
 from rl_core.models import causal_lm, lora
 from rl_core.models.forward_modes import has_dropout
+from rl_core.models.image_models import build_from_config
 from rl_core.settings import ModelSettings
 from rl_core.training.optimizers import find_hidden_matrices
 from rl_core.training.performance_metrics import count_step_flops
@@ -89,10 +90,8 @@ def build_model_without_weights(
             )
         source = Path(path) if Path(path).is_dir() else path
         return causal_lm.load_without_weights(source, model_settings)
-    from transformers import LlamaForCausalLM
-
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(
+        model: Any = build_from_config(
             causal_lm.build_preset_config(model_settings, model_settings.vocab_size)
         )
         if model_settings.lora is not None:

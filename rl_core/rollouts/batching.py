@@ -23,7 +23,7 @@ from rl_core.data.batches import (
 )
 from rl_core.data.row_sequences import LazyRows
 from rl_core.errors import DataError
-from rl_core.types import Rollout, TrainBatch, compute_context_positions
+from rl_core.types import ImagePixels, Rollout, TrainBatch, compute_context_positions
 
 
 @dataclass(slots=True)
@@ -40,6 +40,7 @@ class TrainRow:
     temperature: float = 1.0
     # indices into completion_ids at which a new context begins
     context_starts: Sequence[int] = ()
+    images: Sequence[ImagePixels] = ()  # in the order of their tokens
 
     @property
     def positions(self) -> list[int]:
@@ -64,6 +65,7 @@ def build_train_row(rollout: Rollout) -> TrainRow:
         sampler_logprobs=rollout.sampler_logprobs,
         temperature=rollout.temperature,
         context_starts=tuple(rollout.context_starts),
+        images=tuple(rollout.images),
     )
 
 
@@ -188,6 +190,7 @@ def _build_batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None
             dtype=torch.float32,
         )
     ids = join_bins(lambda row: [*row.prompt_ids, *row.completion_ids])
+    images = [tuple(image for row in bin_rows for image in row.images) for bin_rows in bins]
     is_separated = rows is None or any(row.context_starts for bin_rows in bins for row in bin_rows)
     return TrainBatch(
         input_ids_BS=pad_rows(ids, pad_id),
@@ -198,4 +201,5 @@ def _build_batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None
         position_ids_BS=pad_rows(join_bins(lambda row: row.positions), 0) if is_separated else None,
         rows=list(rows or []),
         temperatures_BS=temperatures_BS,
+        images=images if any(images) else [],
     )

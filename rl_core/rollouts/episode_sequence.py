@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.images import join_message_parts
 from rl_core.data.model_text import convert_to_plain_json, replace_unprintable
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.failed_episodes import FailedEpisode, format_error_trace
@@ -24,7 +25,7 @@ from rl_core.environments.step_pool import (
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.settings import SamplingSettings
 from rl_core.timing import span
-from rl_core.types import Message, Rollout, StopReason, ToolCall, Trajectory, Turn
+from rl_core.types import ImagePixels, Message, Rollout, StopReason, ToolCall, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ class EpisodeSequence:
         self.seed = seed
         self.messages: list[Message] = []
         self.prompt_ids: list[int] = []
+        self.images: list[ImagePixels] = []  # of prompt and observations, in order
         self._environment_name = environment.name
         self._knows_success = environment.knows_success
         self._renderer = renderer
@@ -128,6 +130,7 @@ class EpisodeSequence:
         except EnvironmentFault as fault:
             self._record_failure(fault, "the environment's reset")
             return
+        self._add_images(self.messages)
         self.prompt_ids = self._renderer.prompt_ids(self.messages)
         self._history = list(self.messages)
         self._token_budget = min(self._token_budget, max_length - len(self.prompt_ids))
@@ -136,6 +139,19 @@ class EpisodeSequence:
                 f"{self.description}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context "
                 f"of {max_length}"
             )
+
+    def _add_images(self, messages: list[Message]) -> None:
+        """Read the images of messages. Raises: DataError naming the episode."""
+        if not any("images" in message for message in messages):
+            return
+        if not isinstance(self._renderer, ChatRenderer):
+            raise DataError(
+                f"{self.description}: its messages have images, and the renderer reads none"
+            )
+        try:
+            self.images += self._renderer.read_images(messages)
+        except DataError as error:
+            raise DataError(f"{self.description}: {error}") from error
 
     def take_action(
         self, action_ids: list[int], logprobs: list[float], hit_limit: bool
@@ -202,6 +218,7 @@ class EpisodeSequence:
             return None
         turn.observation = "\n".join(message["content"] for message in step.messages)
         ids = observation.ids if isinstance(observation, ReplacementContext) else observation
+        self._add_images(step.messages)
         self._append_tokens(ids, [0.0] * len(ids), sampled=False)
         return observation
 
@@ -277,6 +294,7 @@ class EpisodeSequence:
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
             context_starts=self._context_starts,
             messages=self.messages,
+            images=self.images,
         )
 
     def _build_trajectory(self, policy_version: int = 0) -> Trajectory:
@@ -367,9 +385,13 @@ def _normalize_call(call: ToolCall) -> ToolCall:
 def normalize_messages(messages: Sequence[Message]) -> list[Message]:
     """Convert messages to texts that a tokenizer accepts.
 
-    Raises: ValueError for a message without role or text.
+    Content parts become text with markers; an image may be a data URL, bytes or an image of Pillow.
+    Raises: ValueError for a message without role or text, or an image that cannot be read.
     """
+    normalized = []
     for message in messages:
+        message = join_message_parts(message)
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise ValueError(f"message {message!r:.200} has no role, or no text as its content")
-    return [cast(Message, convert_to_plain_json(message)) for message in messages]
+        normalized.append(cast(Message, convert_to_plain_json(message)))
+    return normalized

@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_core.capabilities import check_chunked_head, check_independent_rows, check_slot_adapters
+from rl_core.capabilities import (
+    check_chunked_head,
+    check_independent_rows,
+    check_slot_adapters,
+    refuse_image_model,
+)
 from rl_core.cpu import gemm
 from rl_core.data.completion_decoding import CompletionDecoder
 from rl_core.data.token_ids import find_textless_ids, list_end_ids
@@ -37,6 +42,7 @@ class SharedBaseModel:
         model, self.tokenizer = causal_lm.load_model(
             path, ModelSettings(dtype=settings.dtype, device=settings.device)
         )
+        refuse_image_model(model, "service", f"base model '{name}'")
         self.model: Any = model.requires_grad_(False).eval()
         decision = check_chunked_head(self.model)
         if not decision.allowed:

@@ -36,6 +36,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_key_value_heads=2,
         intermediate_size=688,
     ),
+    "nano_vision": dict(  # 0.06M, for tests: reads images
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=96,
+    ),
+    "tiny_vision": dict(  # 1.2M, reads images: learns to look at small pictures in minutes on a CPU
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=384,
+    ),
+}
+# Image encoders of the presets of Qwen2-VL's shape: 2 x 2 patches are one token.
+IMAGE_ENCODERS: dict[str, dict[str, Any]] = {
+    "nano_vision": dict(depth=1, embed_dim=16, num_heads=2, mlp_ratio=2, patch_size=4),
+    "tiny_vision": dict(depth=2, embed_dim=64, num_heads=4, mlp_ratio=2, patch_size=8),
 }
 
 
@@ -176,8 +195,9 @@ class ModelSettings(Settings):
         doc="model folder, hub name, models:/NAME@ALIAS, or the folder of an adapter (adapter_config.json), which "
         "`lora` continues; default: a preset",
     )
-    preset: Literal["nano", "tiny", "small"] = setting(
-        "tiny", doc="size of a from-scratch model; unused with path"
+    preset: Literal["nano", "tiny", "small", "nano_vision", "tiny_vision"] = setting(
+        "tiny",
+        doc="shape of a from-scratch model, Llama or, to read images, Qwen2-VL (_vision); unused with path",
     )
     vocab_size: int = setting(
         512, ge=300, le=1_048_576, doc="size of the byte-level BPE vocabulary trained for a preset"

@@ -174,6 +174,10 @@ class ServingSettings(Settings):
         "trainer",
     )
     max_body_bytes: int = setting(8 * 2**20, ge=1024, le=2**31, doc="largest body of a request")
+    images_folder: str | None = setting(
+        None,
+        doc="folder whose files chat requests may name as image_url; unset: they send images as data URLs",
+    )
     max_choices: int = setting(64, ge=1, le=65_536, doc="largest n of a request")
     max_connections: int = setting(
         2048, ge=1, le=1_000_000, doc="open connections; further ones are closed immediately"

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from rl_core.capabilities import refuse_image_model
 from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
@@ -202,6 +203,7 @@ class ThoughtsTrainer(RolloutTrainer):
             renderer without padding token if pad_id is None.
         """
         settings = build_settings(settings, ThoughtsSettings)
+        refuse_image_model(model, "thoughts", "thoughts")
         super().__init__(
             renderer,
             environment,

@@ -22,7 +22,7 @@ from rl_core.rollouts.batching import TrainRow, build_lazy_batches
 from rl_core.settings import SFTSettings, build_settings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer
 from rl_core.training.optimizer_step import LossFn
-from rl_core.types import TrainBatch
+from rl_core.types import ImagePixels, TrainBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SFTRow = tuple[Sequence[int], Sequence[bool]]  # token ids, loss mask (True = token carries loss)
+# token ids, loss mask (True = token carries loss), images in the order of their tokens if there are any
+SFTRow = (
+    tuple[Sequence[int], Sequence[bool]]
+    | tuple[Sequence[int], Sequence[bool], Sequence[ImagePixels]]
+)
 
 
 class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
@@ -52,8 +56,8 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
 
         Args:
             model: a causal LM on its device.
-            rows_train, rows_heldout: (ids, loss_mask) of whole conversations; at least one loss token each, none at
-                position 0, which has nothing before it.
+            rows_train, rows_heldout: (ids, loss_mask), or with images as a third entry, of whole conversations; at
+                least one loss token each, none at position 0, which has nothing before it.
         Raises: DataError naming a row that cannot be trained on.
         """
         settings = build_settings(settings, SFTSettings)
@@ -122,11 +126,14 @@ def _check_train_rows(rows: Sequence[SFTRow], name: str) -> LazyRows[TrainRow]:
 
 
 def _convert_train_row(row: SFTRow, name: str) -> TrainRow:
-    ids, mask = row
+    ids, mask = row[:2]
+    images = row[2] if len(row) == 3 else ()
     if len(ids) != len(mask):
         raise DataError(f"{name}: {len(ids)} token ids, but a loss mask of {len(mask)}")
     if not any(mask):
         raise DataError(f"{name}: no token carries loss")
     if mask[0]:
         raise DataError(f"{name}: the first token carries loss, but nothing comes before it")
-    return TrainRow(prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:])
+    return TrainRow(
+        prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:], images=tuple(images)
+    )

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rl_core.capabilities import check_prefix_sharing
+from rl_core.capabilities import check_prefix_sharing, refuse_image_model
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, to_local_rows
@@ -139,6 +139,8 @@ class OptimizerStep:
         max_nonfinite: int = 5,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
+        if process_group.size > 1:
+            refuse_image_model(model, "processes", "several processes")
         keep_freed_memory()
         limit_openmp_spin()
         self.model = model

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_core.data.images import list_named_images
 from rl_core.errors import SettingsError
 from rl_core.models.adapter_folder import is_adapter_folder, read_adapter_folder
 from rl_core.settings import Settings, iter_code_paths
@@ -230,7 +231,10 @@ def digest_input(value: StageResult | Path | str) -> str:
             return digest_bytes(f"{digest} {digest_input(read_adapter_folder(path).base)}".encode())
         return digest
     if path.is_file():
-        return digest_file(path)
+        digest = digest_file(path)
+        if images := list_named_images(path):
+            return digest_bytes(" ".join([digest, *map(digest_file, images)]).encode())
+        return digest
     if isinstance(value, Path):
         raise SettingsError(f"input {value} does not exist")
     return value

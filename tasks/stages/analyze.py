@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import AnalysisResult, analyze
+from rl_core.data.images import encode_thumbnail, join_message_parts
 from rl_core.environments.environment import Environment
 from rl_core.environments.pixel_grid_questions import encode_png
 from rl_core.errors import DataError, PosttrainError
@@ -21,6 +22,8 @@ from tasks.stage_registry import START_MODEL, list_policy_stages
 from tasks.stages.loading import build_pipeline_environment
 from tasks.tracking import RunTracker
 from tasks.tracking.journal import build_events_path, read_lines
+
+MAX_THUMBNAIL_SIDE = 256  # pixels of an episode's image in the report
 
 
 def analyze_trajectories(
@@ -201,11 +204,17 @@ def _list_trajectory_files(path: Path) -> list[Path]:
 
 
 def build_image_function(environment: Environment) -> Callable[[str, int], bytes | None]:
-    """Build a function (level, seed) -> PNG of the episode's hidden image; None for episodes without `image()`."""
+    """Build a function (level, seed) -> PNG of the episode's image: by `image()`, or the first in its messages."""
 
     def draw(level: str, seed: int) -> bytes | None:
-        image = getattr(environment.episode(seed, level), "image", None)
-        return encode_png(image()) if callable(image) else None
+        episode = environment.episode(seed, level)
+        image = getattr(episode, "image", None)
+        if callable(image):
+            return encode_png(image())
+        urls = [
+            url for m in map(join_message_parts, episode.reset()) for url in m.get("images", ())
+        ]
+        return encode_thumbnail(urls[0], MAX_THUMBNAIL_SIDE) if urls else None
 
     return draw
 

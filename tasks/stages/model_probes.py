@@ -15,6 +15,7 @@ from rl_core.analysis.results import (
     calibrate_reward_model,
 )
 from rl_core.api.policy import resolve_model_folder
+from rl_core.capabilities import reads_images
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.formats import Row
 from rl_core.environments.environment import Environment
@@ -64,6 +65,10 @@ def measure_models(
     for name in [name for name in models if name in played]:
         policy = load_frozen_policy(resolve_model_folder(models[name]), pipeline)
         subject = ProbedModel(policy.model, policy.renderer)
+        if reads_images(policy.model):
+            notes.append(f"'{name}' reads images: KL, entropy and coherence are not measured.")
+            probes[name] = probe_model(subject, None, [], demonstrations)
+            continue
         if first is not None and not has_same_vocabulary(first.renderer, subject.renderer):
             notes.append(
                 f"'{name}' has a different tokenizer than the first model: KL and coherence are not comparable."

@@ -25,6 +25,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.chat_template import format_hermes_call
 from rl_core.data.files import list_data_files
 from rl_core.data.formats import RowKind
+from rl_core.data.images import join_message_parts
 from rl_core.data.pairs import read_side, truncate_sides
 from rl_core.data.row_sequences import CompressedRows
 from rl_core.data.row_uses import explain_misfit
@@ -41,6 +42,7 @@ from rl_core.data.training_sequences import TokenRows, truncate_sequences
 from rl_core.environments.environment import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import DataSettings
+from rl_core.settings.common import IMAGE_ENCODERS
 from rl_core.storage.atomic_files import replace_file
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.manifest import digest_bytes, digest_file
@@ -306,7 +308,7 @@ def _load_demonstrations(
         # As in rollouts of this environment.
         tools = {"tools": schema} if schema and context.pipeline.model.native_tools else {}
         row = {
-            "messages": demonstration.messages,
+            "messages": list(map(join_message_parts, demonstration.messages)),
             "level": level,
             "kind": demonstration.kind,
             "seed": seed,
@@ -465,7 +467,8 @@ def _create_tokenizer_and_model(
         return ChatRenderer(tokenizer, settings), max_context
     has_texts = any(len(table.rows) for table in sets.values())
     texts = _iter_row_texts(sets) if has_texts else _list_opening_texts(environment)
-    tokenizer = train_tokenizer(texts, settings.vocab_size)
+    with_images = settings.preset in IMAGE_ENCODERS
+    tokenizer = train_tokenizer(texts, settings.vocab_size, with_images=with_images)
     causal_lm.set_chat_template(tokenizer, settings)
     model = causal_lm.create_model(settings, tokenizer, context.seed)
     causal_lm.save(model, tokenizer, context.folder / "model")
@@ -521,7 +524,7 @@ def _list_opening_texts(environment: Environment) -> list[str]:
     return [
         message["content"]
         for level, seed in seeds
-        for message in environment.episode(seed, level).reset()
+        for message in map(join_message_parts, environment.episode(seed, level).reset())
     ]
 
 

@@ -10,7 +10,7 @@ from tasks.config import PipelineSettings
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage import StageContext, run_stage
 from tasks.pipeline.stage_result import StageResult
-from tasks.stages.data_rows import load_split_tokens
+from tasks.stages.data_rows import list_split_files, load_split_tokens, read_json_rows
 from tasks.stages.loading import load_policy
 
 if TYPE_CHECKING:
@@ -30,13 +30,19 @@ def train_sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -
 def _run_sft_training(context: StageContext) -> dict[str, Any]:
     # Imported here: loads torch, which a cached run does not need.
     from rl_core.api.recipes import Recipe
+    from rl_core.data.training_sequences import attach_images
     from rl_core.trainers.sft import SFTTrainer
 
     settings: SFTSettings = context.settings
     policy = load_policy(context.inputs["model"], context.pipeline)
     data = Path(context.inputs["data"])
-    train, heldout = context.process_group.run_on_rank_zero(
+    parts = context.process_group.run_on_rank_zero(
         lambda: load_split_tokens(data, "demonstrations", policy.renderer, settings.loss_on)
+    )
+    paths = list_split_files(data, "demonstrations")
+    train, heldout = (
+        attach_images(tokens, read_json_rows(path), policy.renderer)
+        for tokens, path in zip(parts, paths, strict=True)
     )
     trainer = SFTTrainer(
         policy.model,

@@ -28,7 +28,7 @@ from rl_core.environments.environment import warn_once
 from rl_core.rollouts.batching import TrainRow, build_train_row
 from rl_core.settings import ReplaySettings
 from rl_core.trainers.policy_gradient.turn_credit import SampleTurn, build_sample_turns
-from rl_core.types import Rollout, RolloutGroup, StopReason
+from rl_core.types import ImagePixels, Rollout, RolloutGroup, StopReason
 
 MIN_REWARD_SPREAD = 1e-6  # groups whose rewards differ by less carry no signal
 
@@ -229,6 +229,7 @@ class ReplayBuffer:
             }
         return {
             **by_token,
+            **_pack_images(rows),
             "group_sizes": [
                 [len(group) for group in iteration] for iteration in self._past_iterations
             ],
@@ -260,6 +261,8 @@ class ReplayBuffer:
         starts = map(tuple, state["context_starts"])
         fields = zip(prompts, completions, masks, logprobs, temperatures, starts, strict=True)
         rows = [TrainRow(*values) for values in fields]
+        for row, images in zip(rows, _unpack_images(state, len(rows)), strict=True):
+            row.images = images
         by_token: list[list[float] | None] = [None] * len(rows)
         if "token_advantages" in state:
             parts = _split_by_lengths(state["token_advantages"], state["lengths"])
@@ -305,6 +308,35 @@ class ReplayBuffer:
         self._past_iterations.clear()
         for sizes in state["group_sizes"]:
             self._past_iterations.append([[next(samples) for _ in range(size)] for size in sizes])
+
+
+def _pack_images(rows: Sequence[TrainRow]) -> dict[str, Any]:
+    """Return the distinct images of rows, and their numbers by row; {} without images."""
+    images = {image.digest: image for row in rows for image in row.images}
+    if not images:
+        return {}
+    numbers = {digest: number for number, digest in enumerate(images)}
+    return {
+        "image_pixels": [image.pixels_PD for image in images.values()],
+        "image_facts": [
+            [list(image.grid), image.num_tokens, image.digest, image.source]
+            for image in images.values()
+        ],
+        "row_images": [[numbers[image.digest] for image in row.images] for row in rows],
+    }
+
+
+def _unpack_images(state: Mapping[str, Any], num_rows: int) -> list[tuple[ImagePixels, ...]]:
+    """Return the images of each row."""
+    if "row_images" not in state:
+        return [()] * num_rows
+    images = [
+        ImagePixels(pixels_PD, (grid[0], grid[1], grid[2]), num_tokens, digest, source)
+        for pixels_PD, (grid, num_tokens, digest, source) in zip(
+            state["image_pixels"], state["image_facts"], strict=True
+        )
+    ]
+    return [tuple(images[number] for number in numbers) for numbers in state["row_images"]]
 
 
 def _flatten_lists(lists: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:

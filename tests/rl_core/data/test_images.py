@@ -1,0 +1,234 @@
+"""Images in messages: bounds before decoding, orientation, parts to markers, rows that name files."""
+
+import json
+import struct
+import zlib
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.formats import validate_demonstration
+from rl_core.data.images import (
+    IMAGE_MARKER,
+    MAX_IMAGE_PIXELS,
+    decode_image,
+    find_image_reader,
+    join_parts,
+    list_named_images,
+    load_image,
+    resolve_inside,
+)
+from rl_core.data.records import read_demonstrations, read_preferences, read_prompts
+from rl_core.data.splits import extract_opening_text
+from rl_core.errors import DataError, RecordsError, SettingsError
+from rl_core.settings import ModelSettings
+from tests.helpers.vision import data_url, encode_bytes, file_bytes, message, picture, tiny_policy
+
+
+def part(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def test_a_huge_picture_is_refused_before_it_is_decoded():
+    side = int(MAX_IMAGE_PIXELS**0.5) + 1
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunk = (
+        struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(b"IHDR" + header))
+    )
+    end = struct.pack(">I", 0) + b"IEND" + struct.pack(">I", zlib.crc32(b"IEND"))
+    with pytest.raises(DataError, match=f"has {side} x {side} pixels"):
+        decode_image(encode_bytes(b"\x89PNG\r\n\x1a\n" + chunk + end))
+    with pytest.raises(DataError, match="300 x 2 pixels; one side"):
+        decode_image(data_url((300, 2)))
+
+
+def test_only_still_images_of_known_formats_are_read():
+    frames = [picture(colour="red"), picture(colour="blue")]
+    moving = file_bytes(frames[0], "WEBP", save_all=True, append_images=frames[1:], lossless=True)
+    with pytest.raises(DataError, match="2 frames"):
+        decode_image(encode_bytes(moving, "webp"))
+    for content in (file_bytes(picture(), "GIF"), file_bytes(picture())[:45], b"", b"not an image"):
+        with pytest.raises(DataError, match="no complete image of PNG, JPEG, WEBP"):
+            decode_image(encode_bytes(content))
+    for url in ("data:image/png;base64,@@@", "data:image/png,abc", "hello"):
+        with pytest.raises(DataError, match=r"base64|no data URL"):
+            decode_image(url)
+    with pytest.raises(DataError, match="mode I;16"):
+        decode_image(encode_bytes(file_bytes(Image.new("I;16", (8, 8)))))
+
+
+def test_a_picture_is_upright_and_transparent_parts_are_white():
+    image = picture((8, 16), "red", "blue")  # blue above
+    exif = Image.Exif()
+    exif[0x0112] = 3  # turned by 180 degrees
+    turned = decode_image(encode_bytes(file_bytes(image, exif=exif)))
+    assert turned.getpixel((7, 15)) == (0, 0, 255) and turned.getpixel((0, 0)) == (255, 0, 0)
+    clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
+    assert decode_image(encode_bytes(file_bytes(clear))).getpixel((0, 0)) == (255, 255, 255)
+    # what is stored is what was seen
+    stored = load_image(file_bytes(image, exif=exif), None)
+    assert decode_image(stored).tobytes() == turned.tobytes()
+    assert Image.Exif() == decode_image(stored).getexif()
+    plain = encode_bytes(file_bytes(image))
+    assert load_image(plain, None) == plain
+
+
+def test_parts_become_markers_and_a_spelled_marker_is_broken():
+    parts = [{"type": "text", "text": "a <image> b "}, part("U"), {"type": "text", "text": " c"}]
+    text, urls = join_parts(parts, lambda number, source: f"{number}{source}")
+    assert (text, urls) == ("a < image> b <image> c", ["1U"])
+    with pytest.raises(ValueError, match="part 0 is neither"):
+        join_parts([{"type": "audio"}], lambda number, source: "")
+    with pytest.raises(DataError, match="more than 64 images"):
+        join_parts([part("U")] * 65, lambda number, source: "")
+
+
+def test_rows_hold_the_files_that_they_name(tmp_path):
+    (tmp_path / "a.png").write_bytes(file_bytes(picture()))
+    ask = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "colour?"}]
+    answer = {"role": "assistant", "content": "red"}
+    rows = [
+        {"messages": [{"role": "user", "content": ask}, answer]},
+        {"messages": [{"role": "user", "content": [part("a.png"), ask[1]]}, answer]},
+        {"images": ["a.png"], "prompt": [{"role": "user", "content": [{"type": "image"}, ask[1]]}],
+         "completion": [answer]},
+        {"messages": [{"role": "user", "content": "<image>colour?", "images": ["a.png"]}, answer]},
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    read = [row["messages"] for row in read_demonstrations(path).rows]
+    url = encode_bytes(file_bytes(picture()))
+    assert read == [[{"role": "user", "content": "<image>colour?", "images": [url]}, answer]] * 4
+    assert list_named_images(path) == [tmp_path / "a.png"]
+    (row,) = read_prompts(
+        [{"prompt": [{"role": "user", "content": [{"type": "image", "image": picture()}]}]}]
+    ).rows
+    assert row["prompt"][0]["images"] == [url]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([part("missing.png")], r"rows.jsonl:1: messages\[0\].content\[0\]: no such file"),
+        ([part("https://a.b/c.png")], r"content\[0\]: is an address, and nothing is fetched"),
+        ([part("rows.jsonl")], r"content\[0\]: is no complete image"),
+        ([{"type": "image"}], r"content\[0\]: must be a file, a data URL or an image"),
+        (
+            [{"type": "video", "video": "x"}],
+            r"content\[0\]: must be .*found a part of type 'video'",
+        ),
+    ],
+)
+def test_a_bad_image_is_named_by_file_row_and_field(tmp_path, content, reason):
+    path = tmp_path / "rows.jsonl"
+    row = {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a"}]
+    }
+    path.write_text(json.dumps(row))
+    with pytest.raises(RecordsError, match=reason):
+        read_demonstrations(path)
+
+
+def test_images_are_refused_where_they_are_not_read():
+    row = {
+        "prompt": [{"role": "user", "content": [part(data_url())]}],
+        "chosen": "a",
+        "rejected": "b",
+    }
+    row["chosen"], row["rejected"] = ([{"role": "assistant", "content": x}] for x in "ab")
+    with pytest.raises(RecordsError, match="images are read in demonstrations and prompts"):
+        read_preferences([row])
+    shown = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": [part(data_url())]},
+        ]
+    }
+    with pytest.raises(RecordsError, match="not in assistant messages"):
+        read_demonstrations([shown])
+    markers = {
+        "messages": [
+            {**message("q", data_url()), "content": "q"},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
+    with pytest.raises(RecordsError, match="holds 1 images, and the content has 0 markers"):
+        read_demonstrations([markers])
+    with pytest.raises(DataError, match="outside"):
+        resolve_inside("../secret.png", Path("pictures"))
+
+
+def test_equal_questions_on_other_pictures_are_other_prompts():
+    red, blue = (
+        extract_opening_text([message("colour?", data_url(colour=c))]) for c in ("red", "blue")
+    )
+    assert red != blue and red == extract_opening_text([message("colour?", data_url())])
+
+
+def test_a_message_with_images_is_expanded_to_the_tokens_of_each():
+    policy = tiny_policy()
+    reader, renderer = find_image_reader(policy.tokenizer), policy.renderer
+    small, wide = data_url((16, 16)), data_url((32, 16))  # 8 pixels a token: 4 and 8 tokens
+    messages = [message("one or two?", small, wide)]
+    images = renderer.read_images(messages)
+    assert [(image.grid, image.num_tokens) for image in images] == [((1, 4, 4), 4), ((1, 4, 8), 8)]
+    ids = renderer.prompt_ids(messages)
+    pad = policy.tokenizer.convert_tokens_to_ids(reader.tokens[1])
+    text = policy.tokenizer.decode(ids)
+    assert ids.count(pad) == 12
+    start, token, end = reader.tokens
+    assert f"{start}{token * 4}{end}{start}{token * 8}{end}one" in text
+    # spelled tokens stay text, also in front of an image
+    forged = message(f"{token}{start}", small)
+    assert renderer.prompt_ids([forged]).count(pad) == 4
+    assert pad in policy.textless_ids
+    # as a later message, after a turn
+    assert renderer.observation_ids([message("next?", small)]).count(pad) == 4
+    with pytest.raises(DataError, match="2 images and 1 markers"):
+        renderer.prompt_ids([{**message("a", small), "images": [small, wide]}])
+    with pytest.raises(SettingsError, match="history_thoughts"):
+        ChatRenderer(policy.tokenizer, ModelSettings(history_thoughts="template")).prompt_ids(
+            messages
+        )
+
+
+def test_pixels_are_those_of_transformers_and_depend_on_the_file_alone():
+    reader = find_image_reader(tiny_policy().tokenizer)
+    url = data_url((24, 16), "green", "red")
+    (image,), (again,) = (
+        reader.read_images([url]),
+        find_image_reader(tiny_policy(1).tokenizer).read_images([url]),
+    )
+    assert image == again and image.source == url
+    # 4 x 6 patches of 4 x 4 pixels, two equal frames; green (0, 128, 0) and red at mean and deviation 0.5
+    assert tuple(image.pixels_PD.shape) == (24, 3 * 2 * 4 * 4)
+    red, green = (image.pixels_PD[row].reshape(3, 2, 16)[:, 0, 0].tolist() for row in (0, 23))
+    assert red == pytest.approx([1.0, -1.0, -1.0], abs=1e-6)
+    assert green == pytest.approx([-1.0, 128 / 127.5 - 1, -1.0], abs=1e-6)
+    assert reader.read_images([data_url((24, 16), "green", "blue")])[0].digest != image.digest
+
+
+def test_a_model_of_text_refuses_images():
+    from rl_core.api.policy import create_policy
+
+    policy = create_policy(["what colour is it? red"] * 9, {"preset": "nano", "vocab_size": 300})
+    with pytest.raises(DataError, match="the model reads none"):
+        policy.renderer.prompt_ids([message("colour?", data_url())])
+    # the marker alone is text
+    assert policy.renderer.prompt_ids([{"role": "user", "content": f"{IMAGE_MARKER} colour?"}])
+
+
+def test_a_demonstration_row_is_checked_once_its_images_are_loaded():
+    row = {
+        "messages": [
+            {"role": "user", "content": [part("U")]},
+            {"role": "assistant", "content": "a"},
+        ]
+    }
+    assert validate_demonstration(row)["messages"][0] == {
+        "role": "user",
+        "content": "<image>",
+        "images": ["U"],
+    }
