@@ -107,6 +107,14 @@ def test_advantages_of_tokens_by_hand():
     assert lowest.advantages_RS[0].tolist() == [0, 0, -0.5, -0.5, -0.5, -0.5]
 
 
+def test_the_outcome_is_compared_without_the_steps():
+    good = build_sample([(3, 0.25)], reward=1.0 + 2 * 0.25, value=0.25, weight=2.0)
+    bad = build_sample([(3, 1.0)], reward=0.0 + 2 * 1.0, value=1.0, weight=2.0)
+    estimate([[good, bad]])
+    assert [good.outcome_reward, bad.outcome_reward] == [1.0, 0.0]
+    assert [good.advantage, bad.advantage] == [0.5, -0.5]  # though the bad one earned more in all
+
+
 def test_masked_and_replayed_samples():
     good, bad = two_rollouts()
     masked = build_sample([], reward=9.0, value=0.0, is_masked=True)
