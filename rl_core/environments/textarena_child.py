@@ -28,7 +28,8 @@ def handle(request: dict[str, Any]) -> Any:
     {"do": "two_players", "level", "seed", "moves"}.
 
     A play returns `observations`, the policy's so far, and `hidden`, the state that the first one may not show; at its
-    end also `reward`, `reason` and `invalid`, or `ask`: the messages of the player whose move is missing.
+    end also `reward`, `reason` and `invalid`, or `ask`: the messages of the player whose move is missing. With
+    `random_seed` a play that waits for the policy also has `move`: a random legal one; None = none is known.
     """
     if request["do"] == "players":
         return _count_players(request["level"])
@@ -84,8 +85,16 @@ def _play_game(request: dict[str, Any]) -> dict[str, Any]:
         text = _render_messages(messages, player, game.state.role_mapping)
         if player == seat:
             observations.append(text)
+            chat = chats.setdefault(player, [])
             if not replies:
+                if request.get("random_seed") is not None:
+                    rng = random.Random(request["random_seed"])
+                    try:
+                        result["move"] = _choose_legal_move(game, chat, text, rng)
+                    except ValueError:
+                        result["move"] = None
                 return result
+            chat.append({"role": "user", "content": text})
             move = replies.pop(0)
         elif _settings["opponent"] == "random":
             rng = random.Random(f"textarena/{seed}/{num_moves}")

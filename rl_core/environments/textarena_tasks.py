@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data.model_text import strip_thought
-from rl_core.environments.environment import Episode, Step
+from rl_core.environments.environment import Demonstration, Episode, Step
 from rl_core.environments.optional_packages import require_package
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool
 from rl_core.environments.two_player import (
@@ -35,6 +35,7 @@ _SCRIPT = Path(__file__).with_name("textarena_child.py")
 _RANDOM = "random"
 _MEMORY_GIB = 8.0
 _MAX_OPPONENT_MOVES = 1024  # in a game
+_MAX_DEMONSTRATED_MOVES = 64
 
 
 class TextArenaEpisode(Episode):
@@ -46,6 +47,13 @@ class TextArenaEpisode(Episode):
         self._observations: list[str] = []
         self._replies: list[str] = []
         self._opponent_moves: list[str] = []
+        self._move_seed: int | None = None  # of the random moves of a demonstration
+        self.random_move: str | None = None  # a legal one for the policy, in a demonstration
+
+    def demonstrate(self, seed: int) -> list[Message]:
+        """Open a game of which `random_move` knows a legal move at each turn. Raises: EnvironmentFault."""
+        self._move_seed = seed
+        return self.reset()
 
     def reset(self) -> list[Message]:
         """Return the rules and the first observation. Raises: EnvironmentFault."""
@@ -87,12 +95,15 @@ class TextArenaEpisode(Episode):
     def _play(self) -> dict[str, Any]:
         """Play up to the policy's next move. Raises: EnvironmentFault."""
         request = {"level": self.level, "seed": self.seed, "replies": self._replies}
+        if self._move_seed is not None:
+            request["random_seed"] = self._move_seed + len(self._replies)
         while True:
             play = self._environment.play_game({**request, "others": self._opponent_moves})
             if play["observations"][: len(self._observations)] != self._observations:
                 raise EnvironmentFault(f"{self._label}: the game differs when it is played again")
             if "ask" not in play:
                 self._observations = play["observations"]
+                self.random_move = play.get("move")
                 return play
             count = len(self._opponent_moves)
             if count >= _MAX_OPPONENT_MOVES:
@@ -255,6 +266,23 @@ class TextArena(TwoPlayerEnvironment):
         """Return the game of a seed."""
         self.check_level(level)
         return TextArenaEpisode(self, seed, level)
+
+    def demonstration(self, seed: int, level: str) -> Demonstration | None:
+        """Return a game of random legal moves, which teaches SFT the format; None if no legal move is known."""
+        episode = self.episode(seed, level)
+        rng = random.Random(f"textarena/demonstrator/{level}/{seed}")
+        messages = episode.demonstrate(rng.getrandbits(48))
+        for _ in range(_MAX_DEMONSTRATED_MOVES):
+            move = episode.random_move
+            if move is None:
+                break
+            step = episode.step(move)
+            messages += [Message(role="assistant", content=move), *step.messages]
+            if step.terminated:
+                return Demonstration(messages, level, episode.kind, seed, bool(step.success))
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        return Demonstration(messages, level, episode.kind, seed, False) if messages else None
 
     def _check_game(self, level: str) -> int:
         """Return the number of players of a level. Raises: SettingsError if its game cannot be made."""

@@ -110,6 +110,29 @@ def test_a_move_that_hands_the_turn_over_before_it_is_counted_is_legal(fake: Non
     assert (moves, game.outcome.rewards) == (2, (1.0, -1.0))
 
 
+def test_a_demonstration_is_a_game_of_random_legal_moves(fake: None) -> None:
+    environment = build("Nim-v0", instructions="Play.", options={"pile": 5})
+    demonstrations = [environment.demonstration(seed, "default") for seed in range(6)]
+    for seed, demonstration in enumerate(demonstrations):
+        assert demonstration is not None and demonstration == environment.demonstration(
+            seed, "default"
+        )
+        roles = [message["role"] for message in demonstration.messages]
+        assert roles == ["system"] + ["user", "assistant"] * (len(roles) // 2)
+        episode = environment.episode(seed, "default")
+        assert episode.reset() == demonstration.messages[:2]
+        moves = [m["content"] for m in demonstration.messages if m["role"] == "assistant"]
+        steps = [episode.step(move) for move in moves]
+        assert steps[-1].terminated and not steps[-1].is_error
+        assert steps[-1].success == demonstration.success
+    assert len({str(one and one.messages) for one in demonstrations}) >= 3
+    assert {one is not None and one.success for one in demonstrations} == {True, False}
+
+
+def test_a_game_without_known_moves_has_no_demonstration(fake: None) -> None:
+    assert build("Riddle-v0", seat=0).demonstration(0, "default") is None
+
+
 OPPONENT = """
 def play(messages, seed):
     assert messages[0]["content"].startswith("You are Player 0")
