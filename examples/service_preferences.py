@@ -18,7 +18,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.environments.pixel_grid_questions import COLOURS
 
 LEVEL, HELDOUT, BATCH, BETA, LEARNING_RATE = "easy", 192, 32, 0.5, 1e-3
-PAIRS = {"dpo": 400, "reward": 2400}  # a score head starts from nothing
+PAIRS = {"dpo": 400, "reward": 9600}  # a score head starts from nothing
 
 
 def build_pairs(renderer, count, seed=0):
