@@ -141,12 +141,12 @@ def test_pictures_decide_the_logprobs():
         [message("", data_url(SHAPES[2], "white"), data_url(SHAPES[0]))]
     )
     with torch.no_grad():
-        own, _ = completion_logprobs(policy.model, batch)
+        expected, _ = completion_logprobs(policy.model, batch)
         swapped = TrainBatch(batch.input_ids_BS, batch.attention_mask_BS, batch.loss_mask_BS,
                              temperatures_BS=batch.temperatures_BS,
                              images=[(*other, batch.images[0][2])])  # fmt: skip
         changed, _ = completion_logprobs(policy.model, swapped)
-    assert float((own - changed).abs().max()) > 1e-2
+    assert float((expected - changed).abs().max()) > 1e-2
     with pytest.raises(DataError, match="image token"):
         completion_logprobs(
             policy.model,
