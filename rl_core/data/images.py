@@ -388,6 +388,13 @@ def find_image_reader(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
     return getattr(tokenizer, _ATTRIBUTE, None)
 
 
+def list_image_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of the tokens around and for images; empty for a model that reads none."""
+    reader = find_image_reader(tokenizer)
+    texts = reader.tokens if reader is not None else ()
+    return {int(tokenizer.convert_tokens_to_ids(text)) for text in texts}
+
+
 def set_image_reader(tokenizer: PreTrainedTokenizerBase, reader: ImageReader) -> None:
     """Give a tokenizer the reader of its model's images."""
     setattr(tokenizer, _ATTRIBUTE, reader)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from rl_core.capabilities import refuse_image_model
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import compute_sequence_seed
@@ -92,7 +91,7 @@ def check_models(
     """Refuse models that cannot be trained with these settings.
 
     Raises: SettingsError for a KL term without a reference, an unusable reference, a router's loss for a model without
-        a router, or a distillation without a teacher; for a model that reads images, what is not done with them.
+        a router, or a distillation without a teacher.
     """
     if settings.is_taught != (teacher is not None):
         raise SettingsError("teacher: a distillation needs one, and no other algorithm takes one")
@@ -103,14 +102,6 @@ def check_models(
             "kl_coef: a model without adapters cannot be its own reference; pass a copy"
         )
     check_router(model, settings.router_aux_loss_coef)
-    if settings.is_taught:
-        refuse_image_model(model, "teacher", f"algorithm: {settings.algorithm}")
-    if settings.self_play is not None:
-        refuse_image_model(model, "self_play", "self_play")
-    if settings.rewards.get("learned"):
-        refuse_image_model(model, "reward_model", "rewards.learned")
-    if settings.rollouts.workers != "in_process":
-        refuse_image_model(model, "workers", f"rollouts.workers: {settings.rollouts.workers}")
 
 
 def build_actor_critic(
