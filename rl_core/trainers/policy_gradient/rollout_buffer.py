@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from rl_core.capabilities import refuse_image_training
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import compute_sequence_seed
@@ -71,8 +72,7 @@ class ActorCriticModels:
     reference: PreTrainedModel | None = None
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
-    # of a distillation: advantages come from it, not from rewards
-    teacher: Teacher | SelfTeacher | None = None
+    teacher: Teacher | SelfTeacher | None = None  # advantages come from it, not from rewards
     custom_functions: CustomFunctions = field(default_factory=CustomFunctions)
     role_baselines: RoleBaselines | None = None  # None = the algorithm's comparison of rewards
 
@@ -102,6 +102,7 @@ def check_models(
             "kl_coef: a model without adapters cannot be its own reference; pass a copy"
         )
     check_router(model, settings.router_aux_loss_coef)
+    refuse_image_training(model, settings)
 
 
 def build_actor_critic(

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from rl_core.capabilities import refuse_image_training
 from rl_core.curriculum.manager import CurriculumManager, expand_curriculum
 from rl_core.curriculum.snapshots import StageSnapshots
 from rl_core.curriculum.watched_metrics import check_watched_tools, list_watchable_names
@@ -155,7 +154,6 @@ class PolicyGradientTrainer(RolloutTrainer):
             without padding token if pad_id is None.
         """
         settings = build_settings(settings, PolicySettings)
-        refuse_image_training(model, settings)
         check_models(settings, model, reference_model, teacher)
         self.curriculum = CurriculumManager(
             expand_curriculum(settings.curriculum, environment),
