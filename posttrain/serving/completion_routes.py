@@ -34,6 +34,7 @@ from posttrain.serving.weight_control import WeightController
 from rl_core.chat.answer_rules import AnswerRules, ChatRequestError
 from rl_core.chat.prompts import ParsedAnswer, PromptBuilder
 from rl_core.chat.responses import MIN_LOGPROB, TextStream
+from rl_core.data.images import list_image_ids
 from rl_core.inference.sampling import compute_sequence_seed
 from rl_core.inference.serving_requests import (
     AnswerSequence,
@@ -106,8 +107,13 @@ def _read_prompts(
             param="n",
         )
     prompts = [_read_prompt(builder, body, value) for value in values]
+    image_ids = list_image_ids(server.model.renderer.tokenizer)
     for prompt in prompts:
         _check_tokens(server, "prompt", prompt.ids)
+        if not image_ids.isdisjoint(prompt.ids):
+            raise ServingHTTPError(
+                422, "prompt: has tokens of images, which only chat requests send", param="prompt"
+            )
         if len(prompt.ids) >= server.model.context:
             raise ServingHTTPError(
                 422,

@@ -92,7 +92,7 @@ class MessageBody(_LenientBody):
     """One message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Annotated[ContentPart | ImagePart, Field(discriminator="type")]] | None = (
+    content: str | list[Annotated[ImagePart | ContentPart, Field(discriminator="type")]] | None = (
         None
     )
     name: ShortText | None = None

@@ -23,7 +23,6 @@ from rl_core.models.lora import is_lora
 from rl_core.models.named_models import resolve_local_model
 from rl_core.models.rotary import read_model_max_length
 from rl_core.settings import LoraSettings, ModelSettings, build_settings
-from rl_core.settings.common import IMAGE_ENCODERS
 from rl_core.types import AutocastPrecision
 
 if TYPE_CHECKING:
@@ -150,8 +149,7 @@ def create_policy(
         seed: of the weights.
     """
     settings = build_settings(settings or {}, ModelSettings, "settings")
-    with_images = settings.preset in IMAGE_ENCODERS
-    tokenizer = train_tokenizer(texts, settings.vocab_size, with_images=with_images)
+    tokenizer = train_tokenizer(texts, settings.vocab_size, with_images=settings.sees_images)
     causal_lm.set_chat_template(tokenizer, settings)
     model = causal_lm.create_model(settings, tokenizer, seed)
     return Policy(model, tokenizer, ChatRenderer(tokenizer, settings), settings)

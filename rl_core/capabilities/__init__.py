@@ -21,7 +21,11 @@ from rl_core.capabilities.decoding import (
     check_rollout_decoder,
     check_slot_adapters,
 )
-from rl_core.capabilities.images import check_images, reads_images, refuse_image_model
+from rl_core.capabilities.images import (
+    reads_images,
+    refuse_image_model,
+    refuse_image_training,
+)
 from rl_core.capabilities.rotary_positions import check_rotary_positions
 from rl_core.capabilities.training import (
     check_causal_attention,
@@ -39,9 +43,9 @@ __all__ = [
     "Capabilities",
     "Decision",
     "inspect_capabilities",
-    "check_images",
     "reads_images",
     "refuse_image_model",
+    "refuse_image_training",
     "check_compiled_decoding",
     "check_rollout_decoder",
     "check_fused_step",
@@ -75,7 +79,6 @@ class Capabilities:
     fused_step: Decision
     independent_rows: Decision
     slot_adapters: Decision
-    images: Decision
 
     def __iter__(self) -> Iterator[Decision]:
         return (getattr(self, field.name) for field in dataclasses.fields(self))
@@ -101,5 +104,4 @@ def inspect_capabilities(model: Any, device: str | None = None) -> Capabilities:
         fused_step=check_fused_step(model, device),
         independent_rows=check_independent_rows(model, device),
         slot_adapters=check_slot_adapters(model, device),
-        images=check_images(model),
     )

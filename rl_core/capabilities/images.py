@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rl_core.capabilities.decision import Decision, unwrap_adapters
+from rl_core.capabilities.decision import unwrap_adapters
 from rl_core.errors import SettingsError
+from rl_core.settings import PolicySettings
 
 # Families whose images are read: patches of all images of a batch in one row, positions by M-RoPE.
 IMAGE_FAMILIES = ("Qwen2VL", "Qwen2_5_VL")
@@ -34,17 +35,6 @@ def reads_images(model: Any) -> bool:
     return type(unwrap_adapters(model)).__name__ in _CLASSES
 
 
-def check_images(model: Any) -> Decision:
-    """Decide about images in messages."""
-    base = unwrap_adapters(model)
-    name, fallback = "images", "messages of text"
-    if reads_images(base):
-        reason = "known family: pixels by transformers' image processor, positions by M-RoPE"
-        return Decision(name, True, reason, fallback)
-    reason = f"{type(base).__name__} reads no images; families that do: Qwen2-VL, Qwen2.5-VL"
-    return Decision(name, False, reason, fallback)
-
-
 def find_image_obstacles(model: Any, consequence: str) -> Iterator[str]:
     """Yield the obstacle to a fast path if the model reads images."""
     if reads_images(model):
@@ -63,3 +53,15 @@ def refuse_image_model(model: Any, use: str, setting: str) -> None:
             f"{setting}: is not supported by {type(unwrap_adapters(model)).__name__}, which reads images: "
             f"{_REASONS[use]}"
         )
+
+
+def refuse_image_training(model: Any, settings: PolicySettings) -> None:
+    """Raise SettingsError for settings of policy optimisation that a model that reads images does not support."""
+    if settings.is_taught:
+        refuse_image_model(model, "teacher", f"algorithm: {settings.algorithm}")
+    if settings.self_play is not None:
+        refuse_image_model(model, "self_play", "self_play")
+    if settings.rewards.get("learned"):
+        refuse_image_model(model, "reward_model", "rewards.learned")
+    if settings.rollouts.workers != "in_process":
+        refuse_image_model(model, "workers", f"rollouts.workers: {settings.rollouts.workers}")

@@ -89,7 +89,7 @@ def encode_thumbnail(url: str, max_side: int) -> bytes:
 def decode_image(url: str) -> Image.Image:
     """Decode a data URL to RGB, upright by its EXIF orientation, transparent parts on white.
 
-    An image that is so in its file keeps its `format`.
+    An image that needs no change has its file's `format`.
     Size and format are checked before anything is decoded.
     Raises: DataError saying what is wrong with the file; SettingsError without Pillow.
     """
@@ -282,10 +282,10 @@ def list_named_images(path: Path) -> list[Path]:
 def _iter_sources(row: Any) -> Iterator[str]:
     """Yield the texts that name the images of a row: of its parts, and in columns `images`."""
     if isinstance(row, Mapping):
-        found = [find_image_source(row)] if is_image_part(row) else []
+        sources = [find_image_source(row)] if is_image_part(row) else []
         named = row.get("images")
-        found += named if isinstance(named, list) else []
-        yield from (source for source in found if isinstance(source, str) and source)
+        sources += named if isinstance(named, list) else []
+        yield from (source for source in sources if isinstance(source, str) and source)
     for inner in row.values() if isinstance(row, Mapping) else row if isinstance(row, list) else ():
         if isinstance(inner, Mapping | list):
             yield from _iter_sources(inner)
@@ -386,6 +386,13 @@ class ImageReader:
 def find_image_reader(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
     """Return the reader of the tokenizer's model; None = it reads no images."""
     return getattr(tokenizer, _ATTRIBUTE, None)
+
+
+def list_image_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of the tokens around and for images; empty for a model that reads none."""
+    reader = find_image_reader(tokenizer)
+    texts = reader.tokens if reader is not None else ()
+    return {int(tokenizer.convert_tokens_to_ids(text)) for text in texts}
 
 
 def set_image_reader(tokenizer: PreTrainedTokenizerBase, reader: ImageReader) -> None:

@@ -98,7 +98,7 @@ def _validate_message(message: object, place: str, with_images: bool) -> dict[st
         )
     allowed = ("role", "content", *_FIELDS_BY_ROLE.get(role, ()))
     if with_images and role != "assistant" and isinstance(fields.get("images"), list):
-        allowed = (*allowed, "images")  # as our own files have them
+        allowed = (*allowed, "images")  # as files of the data stage have them
     unknown = next((name for name in fields if name not in allowed), None)
     if unknown is not None:
         hint = _HINTS.get(str(unknown), f"known for {role}: {', '.join(allowed)}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.data.images import find_image_reader
+from rl_core.data.images import list_image_ids
 from rl_core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -70,8 +70,5 @@ def find_textless_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tu
     Embeddings are often padded to a multiple of 64 rows or more; a sampled id without text could not be decoded, shown
     or tokenised again.
     """
-    known_ids = set(tokenizer.get_vocab().values())
-    reader = find_image_reader(tokenizer)
-    if reader is not None:
-        known_ids -= {tokenizer.convert_tokens_to_ids(text) for text in reader.tokens}
+    known_ids = set(tokenizer.get_vocab().values()) - list_image_ids(tokenizer)
     return tuple(token for token in range(vocab_size) if token not in known_ids)

@@ -346,7 +346,7 @@ class PixelGrid(DemonstratedQuestionEnvironment):
 
         Args:
             observe: tools: the image is hidden, and tools reveal parts; image: the policy sees it as a picture and
-                answers at once, on smaller grids.
+                answers directly, on smaller grids.
             instructions: start with a system message describing the tools, for models not trained on them.
             call_format: call syntax of demonstrations and instructions.
             look_cost: cost per call.

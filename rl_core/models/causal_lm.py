@@ -42,7 +42,7 @@ from rl_core.models.portable_files import adapt_config, adapt_tokenizer, write_m
 from rl_core.models.quiet_loading import quiet_transformers
 from rl_core.models.rotary import fix_frequencies, read_config_max_length
 from rl_core.settings import ModelSettings
-from rl_core.settings.common import IMAGE_ENCODERS, PRESETS
+from rl_core.settings.common import PRESETS
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.folders import replace_folder
 from rl_core.storage.manifest import verify_while_reading
@@ -110,7 +110,7 @@ def build_preset_config(
     """
     from transformers import LlamaConfig
 
-    if settings.preset in IMAGE_ENCODERS:
+    if settings.sees_images:
         return build_image_preset_config(settings, vocab_size, **token_ids)
     return LlamaConfig(
         **PRESETS[settings.preset],
@@ -139,7 +139,7 @@ def create_model(
         eos_token_id=tokenizer.eos_token_id,
         **find_image_token_ids(tokenizer),
     )
-    if settings.preset in IMAGE_ENCODERS:
+    if settings.sees_images:
         set_image_reader(tokenizer, build_preset_reader(tokenizer, config))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -238,6 +238,11 @@ class ModelSettings(Settings):
         "renders the history, so a demonstration may become several training sequences, an episode several contexts",
     )
 
+    @property
+    def sees_images(self) -> bool:
+        """True = the preset reads images."""
+        return self.preset in IMAGE_ENCODERS
+
     def check(self) -> None:
         """Check the date, and that no template variable replaces an argument of the rendering."""
         try:

@@ -42,7 +42,6 @@ from rl_core.data.training_sequences import TokenRows, truncate_sequences
 from rl_core.environments.environment import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import DataSettings
-from rl_core.settings.common import IMAGE_ENCODERS
 from rl_core.storage.atomic_files import replace_file
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.manifest import digest_bytes, digest_file
@@ -467,8 +466,7 @@ def _create_tokenizer_and_model(
         return ChatRenderer(tokenizer, settings), max_context
     has_texts = any(len(table.rows) for table in sets.values())
     texts = _iter_row_texts(sets) if has_texts else _list_opening_texts(environment)
-    with_images = settings.preset in IMAGE_ENCODERS
-    tokenizer = train_tokenizer(texts, settings.vocab_size, with_images=with_images)
+    tokenizer = train_tokenizer(texts, settings.vocab_size, with_images=settings.sees_images)
     causal_lm.set_chat_template(tokenizer, settings)
     model = causal_lm.create_model(settings, tokenizer, context.seed)
     causal_lm.save(model, tokenizer, context.folder / "model")

@@ -7,6 +7,9 @@ from PIL import Image
 
 from rl_core.api.policy import create_policy
 from rl_core.data.images import encode_image
+from rl_core.inference.fallback_batching import FallbackBatcher
+from rl_core.inference.serving_requests import AnswerSequence, ServedRequest
+from rl_core.settings import SamplingSettings
 
 TEXTS = [
     "what colour is it? answer red",
@@ -50,3 +53,22 @@ def message(text, *urls):
     """Make a user message with images in front of its text."""
     content = "<image>" * len(urls) + text
     return {"role": "user", "content": content, **({"images": list(urls)} if urls else {})}
+
+
+def serve(policy, conversations, temperature=1.0, tokens=16):
+    """Answer conversations as the chat server does; return their sequences."""
+    batcher = FallbackBatcher(
+        policy.model, slots=4, context=policy.context, eos_ids=policy.renderer.eos_ids,
+        pad_id=policy.renderer.pad_id, textless_ids=policy.textless_ids,
+    )  # fmt: skip
+    sampling = SamplingSettings(temperature=temperature, max_completion_tokens=tokens)
+    sequences = [
+        AnswerSequence(policy.renderer.prompt_ids(m), n, images=policy.renderer.read_images(m))
+        for n, m in enumerate(conversations)
+    ]
+    requests = [ServedRequest(sequence, sampling) for sequence in sequences]
+    batcher.start_requests(requests)
+    while not batcher.is_empty:
+        batcher.step()
+    assert all(request.error is None for request in requests), requests[0].error
+    return sequences

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rl_core.capabilities import refuse_image_model
+from rl_core.capabilities import refuse_image_training
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import SettingsError
 from rl_core.models.heads import PolicyWithCritic, SeparateCritic, ValueHead, read_hidden_size
@@ -66,14 +66,7 @@ def check_models(
             "kl_coef: a model without adapters cannot be its own reference; pass a copy"
         )
     check_router(model, settings.router_aux_loss_coef)
-    if settings.is_taught:
-        refuse_image_model(model, "teacher", f"algorithm: {settings.algorithm}")
-    if settings.self_play is not None:
-        refuse_image_model(model, "self_play", "self_play")
-    if settings.rewards.get("learned"):
-        refuse_image_model(model, "reward_model", "rewards.learned")
-    if settings.rollouts.workers != "in_process":
-        refuse_image_model(model, "workers", f"rollouts.workers: {settings.rollouts.workers}")
+    refuse_image_training(model, settings)
 
 
 def build_actor_critic(

@@ -2,8 +2,7 @@
 
 import pytest
 from helpers.serving import make_folder_of_model, running_server
-
-from tests.helpers.vision import data_url, file_bytes, picture
+from helpers.vision import data_url, file_bytes, picture
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +70,6 @@ def test_models_of_text_and_servers_without_a_folder_say_so(served, seeing):
     finally:
         seeing.server.prompt_builder._images_folder = folder
     ask(served, [{"type": "video", "video": "x"}], 422)
+    body = {"model": "small", "prompt": "<|image_pad|> row", "max_tokens": 4}
+    response = seeing.client.post("/v1/completions", json=body)
+    assert response.status_code == 422 and "tokens of images" in response.text

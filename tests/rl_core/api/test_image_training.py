@@ -5,6 +5,7 @@ import signal
 
 import pytest
 import torch
+from helpers.vision import data_url, message, picture, serve, tiny_policy
 
 import rl_core
 from rl_core.environments.pixel_grid import PixelGrid
@@ -12,7 +13,6 @@ from rl_core.errors import SettingsError
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import ReplaySettings
 from rl_core.trainers.policy_gradient.samples import ReplayBuffer, TrainingSample
-from tests.helpers.vision import data_url, message, picture, tiny_policy
 
 COLOURS = ("red", "blue")
 GRPO = {
@@ -42,8 +42,6 @@ def test_sft_learns_the_colour_from_the_pixels():
     training = rl_core.sft(tiny_policy(), demonstrations(), heldout=0, settings=settings)
     training.run()
     renderer, model = training.policy.renderer, training.policy.model.eval()
-    from tests.rl_core.models.test_image_inputs import serve
-
     for size in ((24, 24), (32, 24)):  # not among the rows
         asked = [[message("colour?", data_url(size, colour))] for colour in COLOURS]
         answers = serve(training.policy, asked, temperature=0)
@@ -140,8 +138,6 @@ def test_adapters_train_the_language_part(tmp_path):
     training.run()
     training.policy.save(tmp_path / "merged")
     merged = rl_core.load_policy(tmp_path / "merged")
-    from tests.rl_core.models.test_image_inputs import serve
-
     asked = [[message("colour?", data_url())]]
     one, two = (serve(policy, asked, temperature=0)[0] for policy in (training.policy, merged))
     assert one.tokens == two.tokens

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.scripted_sequences import make_model
+from helpers.vision import tiny_policy
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
@@ -172,6 +173,14 @@ def put_head_on_meta(model):
 REFUSED = [
     # path, model, reason
     ("training", create_gpt2, "GPT2Model is not of a known family (Llama, Qwen2, Qwen3)"),
+    *(
+        (path, lambda: tiny_policy().model, f"it reads images, {consequence}")
+        for path, consequence in (
+            ("training", "whose positions and states this path does not compute"),
+            ("packing", "whose positions do not say where a sequence begins"),
+            ("decoder", "which the engine does not prefill"),
+        )
+    ),
     (
         "training",
         lambda: MistralForCausalLM(MistralConfig(**SIZES)),

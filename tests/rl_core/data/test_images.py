@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+from helpers.vision import data_url, encode_bytes, file_bytes, message, picture, tiny_policy
 from PIL import Image
 
 from rl_core.data.chat import ChatRenderer
@@ -24,7 +25,6 @@ from rl_core.data.records import read_demonstrations, read_preferences, read_pro
 from rl_core.data.splits import extract_opening_text
 from rl_core.errors import DataError, RecordsError, SettingsError
 from rl_core.settings import ModelSettings
-from tests.helpers.vision import data_url, encode_bytes, file_bytes, message, picture, tiny_policy
 
 
 def part(url):

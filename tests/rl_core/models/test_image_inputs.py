@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.vision import data_url, message, serve, tiny_policy
 
 from rl_core.api.policy import load_policy
 from rl_core.capabilities import (
@@ -25,7 +26,6 @@ from rl_core.rollouts.collect import collect_rollouts
 from rl_core.rollouts.episode_sequence import EpisodeRequest, EpisodeSequence
 from rl_core.settings import SamplingSettings
 from rl_core.types import TrainBatch
-from tests.helpers.vision import data_url, message, tiny_policy
 
 SHAPES = ((16, 16), (32, 16), (24, 40))
 
@@ -141,12 +141,12 @@ def test_pictures_decide_the_logprobs():
         [message("", data_url(SHAPES[2], "white"), data_url(SHAPES[0]))]
     )
     with torch.no_grad():
-        own, _ = completion_logprobs(policy.model, batch)
+        expected, _ = completion_logprobs(policy.model, batch)
         swapped = TrainBatch(batch.input_ids_BS, batch.attention_mask_BS, batch.loss_mask_BS,
                              temperatures_BS=batch.temperatures_BS,
                              images=[(*other, batch.images[0][2])])  # fmt: skip
         changed, _ = completion_logprobs(policy.model, swapped)
-    assert float((own - changed).abs().max()) > 1e-2
+    assert float((expected - changed).abs().max()) > 1e-2
     with pytest.raises(DataError, match="image token"):
         completion_logprobs(
             policy.model,
@@ -178,26 +178,6 @@ def test_greedy_tokens_are_those_of_generate():
     with torch.no_grad():
         logprobs, _ = completion_logprobs(policy.model, batch)
     assert float((logprobs - batch.sampler_logprobs_BS).abs().max()) < 1e-4
-
-
-def serve(policy, conversations, temperature=1.0, tokens=16):
-    from rl_core.inference.serving_requests import AnswerSequence
-
-    batcher = FallbackBatcher(
-        policy.model, slots=4, context=policy.context, eos_ids=policy.renderer.eos_ids,
-        pad_id=policy.renderer.pad_id, textless_ids=policy.textless_ids,
-    )  # fmt: skip
-    sampling = SamplingSettings(temperature=temperature, max_completion_tokens=tokens)
-    sequences = [
-        AnswerSequence(policy.renderer.prompt_ids(m), n, images=policy.renderer.read_images(m))
-        for n, m in enumerate(conversations)
-    ]
-    requests = [ServedRequest(sequence, sampling) for sequence in sequences]
-    batcher.start_requests(requests)
-    while not batcher.is_empty:
-        batcher.step()
-    assert all(request.error is None for request in requests), requests[0].error
-    return sequences
 
 
 def test_served_episodes_have_the_backends_tokens():
@@ -251,7 +231,7 @@ def test_fast_paths_are_refused_with_their_reason():
     ):
         assert not decision.allowed and "reads images" in decision.reason
     capabilities = inspect_capabilities(model)
-    assert capabilities.images.allowed and capabilities.plain_head.allowed
+    assert capabilities.plain_head.allowed
     assert not any(
         d.allowed
         for d in (capabilities.decoder, capabilities.fused_step, capabilities.slot_adapters)
