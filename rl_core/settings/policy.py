@@ -14,11 +14,9 @@ from rl_core.settings.curriculum import CurriculumStage, ExitCondition, Rollback
 from rl_core.settings.defaults import MODEL_DEFAULTS, ModelKind, is_unresolved
 from rl_core.settings.policy_checks import (
     check_algorithm_settings,
-    check_judge,
     check_learning_rate_control,
+    check_reward_credit,
     check_rollouts,
-    check_step_credit,
-    check_turn_credit,
 )
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.rollouts import NumericsGateSettings, ReplaySettings, RolloutSettings
@@ -474,9 +472,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         check_rollouts(self)
         check_algorithm_settings(self)
         self._check_custom_functions()
-        check_turn_credit(self)
-        check_judge(self)
-        check_step_credit(self)
+        check_reward_credit(self)
         check_self_play(self)
         self._check_rewards()
         for stage in self.curriculum:

@@ -77,7 +77,14 @@ def _check_dppo(settings: Any) -> None:
         )
 
 
-def check_turn_credit(settings: Any) -> None:
+def check_reward_credit(settings: Any) -> None:
+    """Check credit by turn and by step, and the judge."""
+    _check_turn_credit(settings)
+    _check_judge(settings)
+    _check_step_credit(settings)
+
+
+def _check_turn_credit(settings: Any) -> None:
     """Check that turns can be compared, and that the comparison would not be ignored.
 
     Args:
@@ -118,7 +125,7 @@ def check_turn_credit(settings: Any) -> None:
         )
 
 
-def check_judge(settings: Any) -> None:
+def _check_judge(settings: Any) -> None:
     """Check that a judge that compares samples has several of a prompt. Raises: SettingsError naming the setting."""
     judge = settings.reward_options.judge
     if "judge" in settings.rewards and judge.compares and settings.group_size == 1:
@@ -128,7 +135,7 @@ def check_judge(settings: Any) -> None:
         )
 
 
-def check_step_credit(settings: Any) -> None:
+def _check_step_credit(settings: Any) -> None:
     """Check that the steps of a completion can have advantages, or rewards, and that none would be ignored.
 
     Args:

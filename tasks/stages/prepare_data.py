@@ -455,9 +455,8 @@ def _create_tokenizer_and_model(
 
     Return the renderer and the context length.
     """
-    from rl_core.models import (
-        causal_lm,
-    )  # imported here: loads torch, which a cached run does not need
+    # imported here: loads torch, which a cached run does not need
+    from rl_core.models import causal_lm
 
     settings = context.pipeline.model
     if "base" in context.inputs:
