@@ -392,9 +392,7 @@ def list_image_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids of the tokens around and for images; empty for a model that reads none."""
     reader = find_image_reader(tokenizer)
     texts = reader.tokens if reader is not None else ()
-    ids = tokenizer.convert_tokens_to_ids([*texts])
-    assert isinstance(ids, list)
-    return set(ids)
+    return {cast(int, tokenizer.convert_tokens_to_ids(text)) for text in texts}
 
 
 def set_image_reader(tokenizer: PreTrainedTokenizerBase, reader: ImageReader) -> None:
