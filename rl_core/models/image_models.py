@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # the package takes seconds to import
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 KNOWN_FAMILIES = "Qwen2-VL and Qwen2.5-VL"
+# Small, as width has the lowest frequencies: with 10^4, neighbouring columns of a small picture look the same.
+_ROPE_THETA = 10.0
 _MAX_IMAGE_TOKENS = 256  # of a preset's image: a larger one is scaled down
 
 
@@ -74,7 +76,7 @@ def build_image_preset_config(
             "rms_norm_eps": 1e-6,
             "rope_parameters": {
                 "rope_type": "default",
-                "rope_theta": 10_000.0,
+                "rope_theta": _ROPE_THETA,
                 "mrope_section": [pairs - 2 * sides, sides, sides],
             },
             **{

@@ -239,6 +239,7 @@ def build_rollout(prompt, completion, mask, logprobs, temperature=0.7, starts=()
         sampler_logprobs=logprobs,
         temperature=temperature,
         context_starts=list(starts),
+        images=[],
     )
 
 
