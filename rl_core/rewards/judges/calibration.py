@@ -198,7 +198,8 @@ def calibrate_before_training(judge: JudgeReward) -> JudgeCalibration | None:
             "instructions, take a stronger model, or lower it"
         )
     is_chance = calibration.agreement.low <= 0.5
-    logger.log(logging.WARNING if is_chance else logging.INFO, "%s", text)
+    level = logging.WARNING if is_chance else logging.INFO
+    logger.log(level, "%s", text, extra={"for_people": True})
     if is_chance:
         logger.warning(
             "the interval includes chance: a policy may learn nothing from this judge, or the wrong thing"

@@ -479,7 +479,9 @@ def test_a_judge_is_calibrated_before_training_or_refused(server, tmp_path, capl
     rewards = RewardOrchestrator({"judge": 1.0}, options={"judge": options})
     with caplog.at_level("INFO"):
         rewards.calibrate_judges()
-    assert "the judge agrees with 88.9% of 9 human choices" in caplog.text
+    (line,) = [record for record in caplog.records if "human choices" in record.getMessage()]
+    assert line.getMessage().startswith("the judge agrees with 88.9% of 9 human choices")
+    assert line.for_people  # a run prints it
     metrics = score_groups(options, ["1", "22"], orchestrator=rewards)[1]
     assert metrics["reward/judge/agreement"] == pytest.approx(8 / 9)
     assert metrics["reward/judge/labelled_pairs"] == 9.0
