@@ -74,7 +74,8 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
             row |= {"model": _format_model_name(pipeline_run, model), "metric": model}
         if name == "reward_model":
             row |= {
-                key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY_KEYS.items()
+                key: result.summary.get(f"accuracy{suffix}")  # a regression has no interval
+                for key, suffix in _ACCURACY_KEYS.items()
             }
         if name == "suites":
             row["suites"] = result.summary["models"]
@@ -212,7 +213,8 @@ def _format_rate(row: Mapping[str, Any]) -> str:
     if row.get("success") is not None:
         return f"{row['success']:.1%} [{row['low']:.1%}, {row['high']:.1%}]"
     if row.get("accuracy") is not None:
-        return f"ranks {row['accuracy']:.1%} [{row['low']:.1%}, {row['high']:.1%}]"
+        interval = "" if row["low"] is None else f" [{row['low']:.1%}, {row['high']:.1%}]"
+        return f"ranks {row['accuracy']:.1%}{interval}"
     return ""
 
 

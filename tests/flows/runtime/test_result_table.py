@@ -70,6 +70,26 @@ def test_an_unknown_success_is_not_shown(knows_success, rate):
     assert format_headline(rows) == (f"sft {rate}" if knows_success else "evaluate")
 
 
+@pytest.mark.parametrize(
+    ("interval", "text"),
+    [
+        ({"accuracy_low": 0.6, "accuracy_high": 0.9}, "ranks 80.0% [60.0%, 90.0%]"),
+        ({}, "ranks 80.0%"),  # of a regression on scores (`loss: mse`)
+    ],
+)
+def test_a_reward_model_is_shown_with_its_interval_if_it_has_one(interval, text):
+    summary = {"note": "orders", "accuracy": 0.8, **interval}
+    run = make_evaluation_run()
+    run.results = {
+        "reward_model": SimpleNamespace(summary=summary, seconds=1.0, cached=False, run_id="r")
+    }
+    rows = build_result_rows(run)
+    table = format_result_table(rows, "", {}, 120).splitlines()
+    (line,) = [line for line in table if "80.0%" in line]
+    assert text in line and ("[" in line) == bool(interval)
+    assert collect_parent_metrics(run)["reward_model/accuracy"] == 0.8
+
+
 def make_evaluation_run(*names):
     """Return a run of an evaluation of models that no stage of it trained, one of them by an alias."""
     evaluation = {
