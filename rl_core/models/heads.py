@@ -260,7 +260,7 @@ def _read_states(
     )
     flat_N = (rows_N * width + places_N).to(input_ids_BS.device, non_blocking=True)
     needed_BS = torch.zeros_like(input_ids_BS, dtype=torch.bool)
-    needed_BS.view(-1)[flat_N] = True
+    needed_BS.view(-1).index_fill_(0, flat_N, True)
     states = compute_prefix_states(model, batch, needed_BS)
     return states.select(flat_N)
 

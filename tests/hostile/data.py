@@ -191,7 +191,7 @@ _ROWS = [
     rows(_message('"content": {"a": 1}'), (":2:", "content"), "content an object"),
     rows(
         _message('"content": [{"type": "image_url", "image_url": "file:///etc/passwd"}]'),
-        (":2:", "type"),
+        (":2:", "content[0]"),
         "image",
     ),
     rows(_message('"content": " "'), (":2:", "is empty"), "blank content"),

@@ -121,7 +121,7 @@ def build_sample_groups(
             is_truncated,
             is_masked=rollout.is_masked,
             turns=turns,
-            steps=steps,
+            steps=tuple(steps),
             step_weight=step_weight,
             step_value=step_value,
             role="/".join(part for part in (trajectory.level, trajectory.kind) if part),
@@ -280,7 +280,7 @@ class ReplayBuffer:
                 is_replayed=True,
                 is_masked=is_masked,
                 token_advantages=token_advantages,
-                steps=[(int(end), float(score)) for end, score in row_steps],
+                steps=tuple((int(end), float(score)) for end, score in row_steps),
                 step_value=float(step_value),
                 step_weight=float(step_weight),
             )

@@ -101,4 +101,4 @@ def test_every_field_of_a_record_of_an_update_is_documented():
     with (ROOT / "docs/tools/update_log_fields.csv").open(newline="") as file:
         assert [row["field"] for row in csv.DictReader(file)] == fields
     page = (ROOT / "docs/configuration/online.md").read_text()
-    assert all(f"| `{field}` |" in page for field in fields)
+    assert all(f"|`{field}`|" in page for field in fields)

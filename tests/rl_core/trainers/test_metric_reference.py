@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import thinkers, tiny
 from helpers.letters import make_trainer
 from helpers.vector_worlds import walkers
@@ -129,6 +130,9 @@ def run_policy(tokenizer, folder):
         prompts_per_iteration=3,
     )
     frozen = make_trainer(tokenizer).policy
+    with torch.no_grad():  # a teacher that equals the policy has nothing to teach
+        for weight in frozen.parameters():
+            weight.mul_(1.5)
     group = make_trainer(
         tokenizer, algorithm="dapo", kl_coef=0.1, reference=frozen, prompts_per_iteration=2
     )
