@@ -495,8 +495,8 @@ class StagePlanner:
             machine = self.target.machine
             if in_bfloat16 and machine is not None and not machine.training_bfloat16:
                 self.notes.append(
-                    "the time is that of float32: the calibration has no speeds in bfloat16; repeat posttrain check "
-                    "machine --calibrate on a processor with such products"
+                    "the time is that of float32: the calibration has no speeds in bfloat16, because the processor is "
+                    "slower in it, or because it is older than they (posttrain check machine --calibrate)"
                 )
         return StagePlan(
             self.name,

@@ -31,6 +31,7 @@ from rl_core.distributed.sharding import is_sharded_module
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _NO_PRODUCTS = "no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
+_NO_CODE = "no compiled code is at hand (a C compiler and vectors of 8 numbers)"
 _UNPACKED_IMAGES = "whose positions do not say where a sequence begins"
 _NO_TRIAL_REASON = "found by a trial run when training starts; only the configuration was read here"
 # of a packed row's difference from a sequence alone in one whose sequences are mixed; rounding in bfloat16 over 48
@@ -51,15 +52,16 @@ def check_training_forward(model: Any, device: str | None = None) -> Decision:
     return build_decision(
         "training forward",
         _find_training_obstacles(trunk, device),
-        "known family on a CPU: layers see real tokens only, "
-        + ("products round to bfloat16" if _rounds_products(trunk) else "all in float32"),
+        "known family on a CPU: layers see real tokens only, " + _describe_products(trunk),
         "transformers' own forward pass over padded rows",
     )
 
 
-def _rounds_products(trunk: Any) -> bool:
+def _describe_products(trunk: Any) -> str:
     is_half = next(trunk.parameters()).dtype == torch.bfloat16
-    return is_half or gemm.multiplies_in_bfloat16()
+    if gemm.multiplies_in_bfloat16() or (is_half and gemm.load_bf16_gemm() is not None):
+        return "products round to bfloat16"
+    return "all in float32" + (", bfloat16 weights are widened" if is_half else "")
 
 
 def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
@@ -75,8 +77,9 @@ def _find_training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
         yield f"its weights are on {device_type}; this path is for CPUs, whose small kernels are slow"
     if weight.dtype not in (torch.float32, torch.bfloat16):
         yield f"its weights are {format_dtype(weight)}, and this path computes in float32 or bfloat16"
-    if weight.dtype == torch.bfloat16 and gemm.load_bf16_gemm() is None:
-        yield f"its weights are bfloat16, and {_NO_PRODUCTS}"
+    # compiled products of the sampler round as these do, torch's do not
+    if weight.dtype == torch.bfloat16 and gemm.load_vectors() is None:
+        yield f"its weights are bfloat16, and {_NO_CODE}"
     if torch.is_autocast_enabled("cpu"):
         if not gemm.multiplies_in_bfloat16():
             yield f"autocast is on, and {_NO_PRODUCTS}"

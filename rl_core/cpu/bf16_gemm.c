@@ -14,6 +14,8 @@
 #include "decode_ops.h"
 #include "bf16_dots.h"
 
+#include <time.h>
+
 #define GROUPED 4 /* most panels at a time: a single row has too few sums to hide the latency of an addition */
 
 /* Return the size of packed weights in bytes. */
@@ -188,6 +190,40 @@ void bf16_widened_product(const float *left, int64_t left_stride, const int8_t *
 #ifdef HAS_DOTS
 int dots_ready(void) { return 1; }
 
+#ifdef __AVX512BF16__
+#define CHAINS 12 /* independent sums, more than the latency of an instruction hides */
+
+/* Return the seconds of `steps` instructions in each chain. */
+INLINE double time_chains(int64_t steps, const int is_dots) {
+    vf sums[CHAINS], by = all(1.0f);
+    vi both = (vi)by;
+    struct timespec begin, end;
+    for (int i = 0; i < CHAINS; i++) sums[i] = all(0.0f);
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    for (int64_t k = 0; k < steps; k++)
+        for (int i = 0; i < CHAINS; i++) {
+            sums[i] = is_dots ? add_dots(sums[i], both, both) : sums[i] + by * by;
+            __asm__ volatile("" : "+v"(sums[i]), "+v"(by), "+v"(both));
+        }
+    clock_gettime(CLOCK_MONOTONIC, &end);
+    return (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+}
+
+/* Return how many times as fast dots multiply as float32's multiply-add: the shortest of several turns of each. An Intel
+ * processor whose tiles are switched off has half the speed in dots, an AMD one twice. */
+double dots_gain(void) {
+    double floats = 1.0, dots = 1.0;
+    for (int turn = 0; turn < 16; turn++) {
+        double some = time_chains(4000, 0), others = time_chains(4000, 1);
+        floats = some < floats ? some : floats;
+        dots = others < dots ? others : dots;
+    }
+    return 2.0 * floats / dots;
+}
+#else
+double dots_gain(void) { return 2.0; } /* of the stand-in, which tests alone use */
+#endif
+
 /* See `vector_packed_part`. */
 void bf16_dots_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride, int64_t rows,
                     int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
@@ -201,4 +237,5 @@ void bf16_dots_product(const float *left, int64_t left_stride, const int8_t *rig
 #else
 /* Return 1 if products of bfloat16 numbers are instructions of AVX-512. */
 int dots_ready(void) { return 0; }
+double dots_gain(void) { return 0.0; }
 #endif

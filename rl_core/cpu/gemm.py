@@ -11,16 +11,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from rl_core.cpu import build
 from rl_core.cpu.allocator import ScratchMemory
 
+BFLOAT16_VARIABLE = (
+    "POSTTRAIN_BFLOAT16"  # environment variable: 1 = multiply in bfloat16 even if that is slower
+)
+_MIN_DOTS_GAIN = 1.25  # over float32; the processors at hand have 0.5 or 2
 _is_row_invariant: ContextVar[bool] = ContextVar("row_by_row", default=False)
 
 
@@ -240,16 +246,32 @@ def load_vectors() -> Gemm | None:
 
 
 @functools.cache
-def load_bf16_gemm() -> Gemm | None:
-    """Load products of operands rounded to bfloat16; return None without compiled code or a processor that multiplies
-    bfloat16 (AVX-512 BF16, AMX).
+def find_bf16_kernel() -> Literal["tiles", "dots"] | None:
+    """Find the instructions that multiply bfloat16 faster than float32 here; return None without any or compiled code.
+
+    AMX tiles are faster. Dot products (AVX-512 BF16) are timed once, in a millisecond: on AMD's processors they are
+    twice as fast as float32, on Intel's with AMX switched off half as fast. POSTTRAIN_BFLOAT16=1 accepts slow ones.
     """
     code = build.load_library()
     if code is None or not code.vectors_ready():
         return None
     if code.tiles_ready():
-        return Gemm(code, "bf16_tiles_linear", "amx_gemm_room")
-    return Gemm(code, "bf16_dots_linear", "bf16_linear_room") if code.dots_ready() else None
+        return "tiles"
+    if not code.dots_ready():
+        return None
+    code.dots_gain.restype = ctypes.c_double
+    is_fast = os.environ.get(BFLOAT16_VARIABLE) == "1" or code.dots_gain() >= _MIN_DOTS_GAIN
+    return "dots" if is_fast else None
+
+
+@functools.cache
+def load_bf16_gemm() -> Gemm | None:
+    """Load products of operands rounded to bfloat16; return None if `find_bf16_kernel` does."""
+    code, kernel = build.load_library(), find_bf16_kernel()
+    if code is None or kernel is None:
+        return None
+    room = "amx_gemm_room" if kernel == "tiles" else "bf16_linear_room"
+    return Gemm(code, f"bf16_{kernel}_linear", room)
 
 
 def multiplies_in_bfloat16() -> bool:

@@ -8,7 +8,7 @@ compiled code (`rl_core.cpu.attention_kernel`) takes rows of any length and comp
 kernel gets rectangles of rows of similar length, common beginnings included.
 
 States are float32. Under autocast to bfloat16, or with bfloat16 weights, linear layers round the operands of their
-products (`rl_core.cpu.linear_layers`) if the processor multiplies bfloat16.
+products (`rl_core.cpu.linear_layers`) where that is faster than float32.
 
 B rows, S tokens of a padded row, T real tokens, N nodes of their prefix tree, P positions of all rectangles, H hidden,
 h all heads, D head size, I width of the MLP, E = width of all query heads.

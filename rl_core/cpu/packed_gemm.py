@@ -10,8 +10,9 @@ rows: a weight is rounded to 2^-24 of the largest in its row, which matters only
 meets a small input. All weights of such an input are multiplied in float32 instead (like outlier features in
 LLM.int8, Dettmers et al. 2022, arXiv:2208.07339).
 
-bfloat16 weights take half of float32's memory. Where the processor multiplies bfloat16 (AVX-512 BF16, AMX), rows are
-rounded to bfloat16, too, as in training; elsewhere weights are widened, and results have the bits of float32 products.
+bfloat16 weights take half of float32's memory. Where products in bfloat16 are faster (`gemm.find_bf16_kernel`), rows
+are rounded to bfloat16, too, as in training; elsewhere weights are widened, and results have the bits of float32
+products.
 
 N rows, I inputs, O outputs.
 """
@@ -139,9 +140,7 @@ def load_bf16_products() -> PackedProducts | None:
     code = build.load_library()
     if code is None or not code.vectors_ready():
         return None
-    if code.tiles_ready():
-        return PackedProducts(code, "bf16", "tiles")
-    return PackedProducts(code, "bf16", "dots" if code.dots_ready() else "widened")
+    return PackedProducts(code, "bf16", gemm.find_bf16_kernel() or "widened")
 
 
 class PackedMatrix(PackedWeight):

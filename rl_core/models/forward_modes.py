@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from rl_core.cpu import build, gemm
 from rl_core.models.lora import unwrap_model
 from rl_core.types import AutocastPrecision
 
@@ -41,9 +42,10 @@ def enable_autocast(
 
 
 def resolve_autocast(precision: AutocastPrecision, device_type: str) -> AutocastPrecision:
-    """Return the precision that a device computes in: float32 on a processor that has no instructions for bfloat16.
+    """Return the precision that a device computes in: float32 on a processor that is slower in bfloat16.
 
-    There a bfloat16 product takes many times as long as a float32 one. POSTTRAIN_BFLOAT16=1 computes in bfloat16
+    Without instructions for it a bfloat16 product takes many times as long as a float32 one, with slow ones (AVX-512
+    BF16 of an Intel processor whose AMX is switched off) twice as long. POSTTRAIN_BFLOAT16=1 computes in bfloat16
     anyway, as to reproduce the rounding of another machine.
     """
     if precision == "none" or device_type != "cpu" or has_bfloat16_kernels():
@@ -53,11 +55,21 @@ def resolve_autocast(precision: AutocastPrecision, device_type: str) -> Autocast
 
 
 def has_bfloat16_kernels() -> bool:
-    """Return whether this processor multiplies bfloat16 (AVX-512 BF16 or AMX) and torch has kernels for it."""
-    if os.environ.get("POSTTRAIN_BFLOAT16") == "1":
+    """Return whether torch has kernels for bfloat16 and this processor multiplies it faster than float32.
+
+    Without compiled code nothing is timed: then AVX-512 BF16 counts as faster.
+    """
+    if os.environ.get(gemm.BFLOAT16_VARIABLE) == "1":
         return True
-    has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return bool(has_instructions and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    return gemm.find_bf16_kernel() is not None or (
+        build.load_library() is None and _has_bfloat16_instructions()
+    )
+
+
+def _has_bfloat16_instructions() -> bool:
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def warn_about_slow_weights(model: nn.Module) -> None:
@@ -74,9 +86,12 @@ def warn_about_slow_weights(model: nn.Module) -> None:
 @functools.cache
 def _explain_float32() -> None:
     logger.warning(
-        "autocast: bfloat16 is off: this processor (%s) has no instructions for bfloat16, and float32 is faster; "
-        "POSTTRAIN_BFLOAT16=1 computes in bfloat16 anyway",
+        "autocast: bfloat16 is off: this processor (%s) %s, and float32 is faster; POSTTRAIN_BFLOAT16=1 computes in "
+        "bfloat16 anyway",
         torch.backends.cpu.get_cpu_capability(),
+        "multiplies bfloat16 slowly"
+        if _has_bfloat16_instructions()
+        else "has no instructions for bfloat16",
     )
 
 

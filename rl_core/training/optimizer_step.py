@@ -16,7 +16,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from rl_core.capabilities import check_prefix_sharing, refuse_image_model
+from rl_core.capabilities import (
+    check_prefix_sharing,
+    check_training_forward,
+    refuse_image_model,
+)
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.openmp_spin import limit_openmp_spin
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, to_local_rows
@@ -157,7 +161,9 @@ class OptimizerStep:
         self.learning_rate_scale = 1.0  # of the whole schedule; a rollback reduces it
         # Padded tokens of a micro-batch that fit in memory; None = memory never ran out.
         self.max_tokens: int | None = None
-        warn_about_slow_weights(model)
+        # the packed forward pass multiplies bfloat16 weights itself
+        if not (hasattr(model, "base_model") and check_training_forward(model).allowed):
+            warn_about_slow_weights(model)
         self.sharded = ShardedModel(model, process_group)
         self.master_weights = MasterWeights(model)
         if settings.activation_checkpointing:

@@ -121,16 +121,16 @@ ARMS = {
 }
 
 
-def measure_success(policy, seed):
+def measure_success(policy, seed, environment=None, tokens=6):
     backend = policy.backend()
     backend.refresh_weights()
     result = play_episodes(
-        Sums(),
+        environment or Sums(),
         backend,
         policy.renderer,
         [EpisodeRequest("sum", number) for number in range(len(PAIRS))],
         samples=8,
-        sampling=rl_core.SamplingSettings(max_completion_tokens=6),
+        sampling=rl_core.SamplingSettings(max_completion_tokens=tokens),
         seed=seed,
     )
     return 100 * statistics.fmean(episode.successes / 8 for episode in result.episodes)

@@ -370,10 +370,6 @@ def test_autocast_needs_compiled_products_and_attention(monkeypatch):
             check_training_forward(create_llama()).reason
             == "autocast is on, and no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
         )
-        assert (
-            check_training_forward(create_llama().bfloat16()).reason
-            == "its weights are bfloat16, and no compiled products in bfloat16 are at hand (AVX-512 BF16 or AMX)"
-        )
         monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: object())
         decision = check_training_forward(create_llama())
         assert decision.allowed and decision.reason.endswith("products round to bfloat16")
@@ -381,6 +377,21 @@ def test_autocast_needs_compiled_products_and_attention(monkeypatch):
             attention_kernel.AttentionKernel, "supports_head_dim", staticmethod(lambda size: False)
         )
         assert "needs torch's kernel" in check_training_forward(create_llama()).reason
+
+
+def test_bfloat16_weights_need_compiled_code(monkeypatch):
+    halves = create_llama().bfloat16()
+    monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: object())
+    assert check_training_forward(halves).reason.endswith("products round to bfloat16")
+    monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: None)
+    decision = check_training_forward(halves)
+    assert decision.allowed
+    assert decision.reason.endswith("all in float32, bfloat16 weights are widened")
+    monkeypatch.setattr(gemm, "load_vectors", lambda: None)
+    assert (
+        check_training_forward(halves).reason
+        == "its weights are bfloat16, and no compiled code is at hand (a C compiler and vectors of 8 numbers)"
+    )
 
 
 def test_weights_sharded_by_layer_are_left_to_transformers(monkeypatch):

@@ -4,6 +4,10 @@ has the bits of the products in rollouts and depends on its own numbers alone.
 
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from helpers.tile_code import bf16_products, dots_code, tile_code
@@ -134,6 +138,7 @@ def test_non_finite_numbers_stay_in_their_row(products: Gemm) -> None:
 
 
 def test_the_fastest_products_of_the_processor_are_loaded() -> None:
+    """POSTTRAIN_BFLOAT16=1, set for all tests, accepts slow instructions."""
     code = build.load_library()
     assert code is not None
     has_instructions = bool(code.tiles_ready() or code.dots_ready())
@@ -143,3 +148,32 @@ def test_the_fastest_products_of_the_processor_are_loaded() -> None:
         assert gemm.multiplies_in_bfloat16() == has_instructions
     with torch.autocast("cpu", dtype=torch.float16):
         assert not gemm.multiplies_in_bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("tiles", "dots_gain", "variable", "kernel"),
+    [
+        (True, 0.5, "", "tiles"),
+        (False, 2.0, "", "dots"),
+        (False, 0.5, "", None),  # Intel's Emerald Rapids with AMX switched off
+        (False, 0.5, "1", "dots"),
+        (False, 0.0, "1", None),  # no instructions
+    ],
+)
+def test_instructions_are_chosen_by_their_speed(monkeypatch, tiles, dots_gain, variable, kernel):
+    code = SimpleNamespace(
+        vectors_ready=lambda: 1,
+        tiles_ready=lambda: int(tiles),
+        dots_ready=lambda: int(dots_gain > 0),
+        dots_gain=mock.Mock(return_value=dots_gain),
+    )
+    monkeypatch.setattr(gemm.build, "load_library", lambda: code)
+    monkeypatch.setenv("POSTTRAIN_BFLOAT16", variable)
+    assert gemm.find_bf16_kernel.__wrapped__() == kernel
+
+
+def test_the_gain_of_dot_products_is_timed() -> None:
+    code = build.load_library()
+    assert code is not None
+    code.dots_gain.restype = ctypes.c_double
+    assert (code.dots_gain() > 0) == bool(code.dots_ready())

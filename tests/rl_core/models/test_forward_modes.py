@@ -16,14 +16,19 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def processor(monkeypatch):
-    """Pretend that torch has bfloat16 kernels for this processor, and the processor instructions for them, or not."""
+    """Pretend that torch has bfloat16 kernels for this processor, and the processor instructions and speed, or not."""
 
-    def pretend(has_kernels, has_instructions=True):
+    def pretend(has_kernels, has_instructions=True, *, is_fast=True, is_compiled=True):
         monkeypatch.delenv("POSTTRAIN_BFLOAT16", raising=False)
         mkldnn = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: has_kernels)
         monkeypatch.setattr(forward_modes.torch.ops, "mkldnn", mkldnn, raising=False)
         monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+        kernel = "dots" if has_instructions and is_fast and is_compiled else None
+        monkeypatch.setattr(forward_modes.gemm, "find_bf16_kernel", lambda: kernel)
+        monkeypatch.setattr(
+            forward_modes.build, "load_library", lambda: object() if is_compiled else None
+        )
         forward_modes._explain_float32.cache_clear()
 
     yield pretend
@@ -48,11 +53,27 @@ def test_autocast_rounds_only_where_it_is_worth_it(processor, caplog, has_kernel
     assert caplog.text.count("autocast: bfloat16 is off") == (0 if has_kernels else 1)
 
 
-def test_vectors_without_the_instructions_compute_in_float32(processor):
+def test_vectors_without_the_instructions_compute_in_float32(processor, caplog):
     """torch emulates bfloat16 on every processor with AVX-512, which is slower than float32."""
     processor(has_kernels=True, has_instructions=False)
     with enable_autocast("bfloat16", CPU):
         assert multiply().dtype == torch.float32
+    assert "has no instructions for bfloat16, and float32 is faster" in caplog.text
+
+
+def test_slow_instructions_are_not_used(processor, caplog):
+    """Intel's processors with AMX switched off have dot products of half of float32's speed."""
+    processor(has_kernels=True, is_fast=False)
+    with enable_autocast("bfloat16", CPU):
+        assert multiply().dtype == torch.float32
+    assert "multiplies bfloat16 slowly, and float32 is faster" in caplog.text
+
+
+def test_without_compiled_code_instructions_count_as_fast(processor):
+    processor(has_kernels=True, is_compiled=False)
+    assert resolve_autocast("bfloat16", "cpu") == "bfloat16"
+    processor(has_kernels=True, has_instructions=False, is_compiled=False)
+    assert resolve_autocast("bfloat16", "cpu") == "none"
 
 
 def test_a_variable_computes_in_bfloat16_anyway(processor, monkeypatch):

@@ -372,6 +372,38 @@ def test_bfloat16_weights_round_no_more_than_transformers(family, adapts, bf16_p
     check_rounding(model, read_BS, exact, states_BSH, compute_expected_states(base, batch))
 
 
+@pytest.mark.parametrize("adapts", [False, True])
+def test_bfloat16_weights_are_widened_where_products_in_bfloat16_are_slow(way, adapts, monkeypatch):
+    """States and gradients have the bits of float32 computed with the same weights.
+
+    torch adds the rows of an embedding's gradient in the weight's type.
+    """
+    if way == "torch":
+        pytest.skip("needs compiled code")
+    monkeypatch.setattr(gemm, "load_bf16_gemm", lambda: None)
+    model, batch = create_model().bfloat16(), build_batch()
+    if adapts:
+        model = add_adapter(model, LoraSettings(rank=4, alpha=8.0))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.05)
+    wide, read_BS = copy.deepcopy(model).float(), batch.attention_mask_BS
+    assert check_training_forward(unwrap_model(model)).allowed
+    halves, floats = (
+        compute_gradients(each, read_BS, compute_hidden_states(unwrap_model(each), batch))
+        for each in (model, wide)
+    )
+    assert halves[0].dtype == torch.float32 and torch.equal(halves[0], floats[0])
+    assert halves[1].keys() == floats[1].keys() and len(halves[1]) > 0
+    for name, grad in floats[1].items():
+        ours = halves[1][name]
+        if "embed_tokens" in name:
+            assert (ours.float() - grad).norm() < 2**-7 * grad.norm()
+        else:
+            assert torch.equal(ours, grad.to(ours.dtype)), name
+
+
 def test_rows_round_alike_in_any_company(bf16_products):
     model, batch = create_model(), build_batch()
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False), torch.no_grad():
