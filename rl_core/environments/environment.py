@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import re
@@ -99,13 +100,23 @@ def _convert_to_json_value(value: Any) -> Any:
     )
 
 
+def _draw_place(block: int, size: int) -> int:
+    """Draw a place in a block, the same one at every call."""
+    digest = hashlib.blake2b(block.to_bytes(8, "big"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % size
+
+
 def is_heldout(key: str, share: float) -> bool:
     """Return whether a content is in the held-out share; `key`: its `compute_content_digest`."""
     return int(key[:16], 16) / 2**64 < share
 
 
 class ContentSeeds(Sequence[int]):
-    """Seeds of one split of a generated level: the first of each block of candidates whose content is in the split."""
+    """Seeds of one split of a generated level: one of each block of candidates whose content is in the split.
+
+    A block is read from a place drawn from its number. If it were read from its first candidate, whose number is a
+    multiple of the block's size, an environment that takes `rows[seed % 100]` would play 25 of its 100 rows.
+    """
 
     def __init__(
         self, candidates: range, split: str, key_of: Callable[[int], str], share: float
@@ -126,7 +137,9 @@ class ContentSeeds(Sequence[int]):
         # A negative index counts from the end; may raise IndexError.
         block = range(len(self))[index]
         num_failures = 0  # consecutive
-        for seed in self._candidates[block * self._block : (block + 1) * self._block]:
+        seeds = self._candidates[block * self._block : (block + 1) * self._block]
+        start = _draw_place(block, self._block)
+        for seed in itertools.chain(seeds[start:], seeds[:start]):
             try:
                 key = self._compute_key(seed)
             except EnvironmentFault as error:  # in neither split: the episode is not played

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import random
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,15 +117,34 @@ def test_one_question_is_on_the_same_side_at_every_level():
     assert len(train | heldout) == 60 and not train & heldout
 
 
-def test_seeds_are_the_first_of_their_block_on_the_right_side():
+@pytest.mark.parametrize("count", [64, 100, 128, 1024])
+def test_questions_that_recur_with_the_seed_are_all_played(count):
+    """`rows[seed % count]` is how a small environment chooses its rows."""
+    words = Words()
+    words.episode = lambda seed, level: Word(seed, level, f"word {seed % count}")
+    assert words.held_out("one") == HeldOutSeparation("content")
+    questions = {number: words.question(number, "one") for number in range(count)}
+    for split in ("train", "heldout"):
+        right = [n for n in range(count) if is_heldout(questions[n], 0.2) == (split == "heldout")]
+        played = Counter(seed % count for seed in words.seeds_of(split, "one")[: 40 * len(right)])
+        assert set(played) == set(right)
+        if split == "train":  # seats of a game by the seed's parity
+            assert 0.35 < sum(n for seed, n in played.items() if seed % 2) / played.total() < 0.65
+
+
+def test_seeds_are_the_first_on_the_right_side_from_a_place_in_their_block():
     words = Words()
     train, heldout = words.seeds_of("train", "one"), words.seeds_of("heldout", "one")
     assert isinstance(train, ContentSeeds) and len(train) == 2**30 // 64 and len(heldout) == 2**20
     for seeds, split, start, block in ((train, False, 0, 64), (heldout, True, HELDOUT_START, 1024)):
         for index in (0, 1, 7, len(seeds) - 1):
+            digest = hashlib.blake2b(index.to_bytes(8, "big"), digest_size=8).digest()
+            place = int.from_bytes(digest, "big") % block
             first = next(
                 seed
-                for seed in range(start + index * block, start + (index + 1) * block)
+                for seed in (
+                    start + index * block + (place + step) % block for step in range(block)
+                )
                 if is_heldout(
                     compute_content_digest([[["user", words.episode(seed, "one").prompt]], None]),
                     0.2,
@@ -386,8 +406,8 @@ def test_an_episode_that_cannot_be_opened_now_and_then_is_passed_over(caplog):
     broken = ContentSeeds(
         range(128), "train", lambda seed: words.question(seed * 12 + 5, "one"), 0.2
     )
-    with pytest.raises(EnvironmentFault, match="seed 29: ConnectionError"):
-        broken[0]  # 5, 17, 29: three in a row
+    with pytest.raises(EnvironmentFault, match="seed 317: ConnectionError"):
+        broken[0]  # 293, 305, 317: three in a row
     half = Words(1000)
     half.content = lambda seed, level: 1 / (seed % 2)
     with pytest.raises(
