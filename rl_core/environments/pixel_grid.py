@@ -52,8 +52,8 @@ LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
 
-# the same with `observe: image`: smaller grids, for small image encoders. A grid of one cell asks what is in the picture,
-# larger ones where it is, which a small encoder from scratch does not learn in a few hundred steps.
+# The same with `observe: image`: smaller grids, for small image encoders. One cell asks what is in the picture, four
+# also where, which a small encoder from scratch does not learn in a few hundred steps.
 IMAGE_LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "easy": (1, ("colour",)),
     "medium": (1, ("colour", "digit")),
