@@ -97,7 +97,14 @@ def load_teacher(
         model_settings = dataclasses.replace(model_settings, chat_template=None)
         tokenizer = causal_lm.load_tokenizer(resolve_model_folder(folder), model_settings)
         renderer = ChatRenderer(tokenizer, model_settings)
-    aligned = AlignedTeacher(scorer, policy.renderer, renderer, name, has_equal_tokens=is_equal)
+    aligned = AlignedTeacher(
+        scorer,
+        policy.renderer,
+        renderer,
+        name,
+        has_equal_tokens=is_equal,
+        compares_distributions=compares_distributions,
+    )
     if not is_equal:
         num_shared = len(aligned.pair_tokens()[0])
         logger.info(

@@ -33,6 +33,10 @@ from rl_core.trainers.policy_gradient.self_distillation import (
 )
 from rl_core.types import Rollout, RolloutGroup, TrainBatch
 
+_MIN_ALIGNED = (
+    0.9  # share of spans with one token, below which distributions are not worth comparing
+)
+
 
 class AlignedTeacher:
     """A local or served teacher whose tokens are aligned with the policy's; with equal vocabularies, one to one."""
@@ -45,6 +49,7 @@ class AlignedTeacher:
         name: str,
         *,
         has_equal_tokens: bool = False,
+        compares_distributions: bool = False,
     ) -> None:
         """Read both vocabularies.
 
@@ -53,11 +58,13 @@ class AlignedTeacher:
             student, teacher: renderers of both models.
             name: of the teacher, for errors.
             has_equal_tokens: both have the same vocabulary: the teacher reads the policy's rows.
+            compares_distributions: the loss compares first tokens of spans, which should have one token each.
         Raises: SettingsError for a tokenizer without bytes, templates of which one opens a thought, or native tools.
         """
         self.scorer = scorer
         self.pad_id = teacher.pad_id
         self.has_equal_tokens = has_equal_tokens
+        self.compares_distributions = compares_distributions
         self._student, self._teacher = student, teacher
         if has_equal_tokens:
             return
@@ -132,6 +139,12 @@ class AlignedTeacher:
         metrics = {"train/taught_rate": num_taught / max(1, num_rollouts)}
         if num_spans:
             metrics["policy/aligned_rate"] = num_single / num_spans
+            if self.compares_distributions and num_single < _MIN_ALIGNED * num_spans:
+                warn_once(
+                    "teacher: more than a tenth of the spans of an iteration have several tokens (policy/aligned_rate). "
+                    "uld and gold compare their first tokens, and may teach what the teacher would hardly say; "
+                    "set divergence: sampled"
+                )
         return metrics
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ import rl_core
 from rl_core.api.recipes.policy_gradient import load_teacher
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.environment import warn_once
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.teacher import LocalTeacher, ServedTeacher
 from rl_core.models import causal_lm
@@ -122,6 +123,18 @@ def test_the_teachers_row_is_its_template_the_text_and_its_end_of_turn(kind):
     cut, _ = attach_text(teacher, "hello", has_end=False)
     assert cut.teacher_row.completion_ids[-1] != theirs.eos_token_id
     assert len(cut.alignment.student_spans) == len(read_tokenizer("student").encode("hello"))
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_distributions_over_spans_of_several_tokens_are_warned_about(caplog, compares):
+    warn_once.cache_clear()
+    attach_text(build_teacher(compares_distributions=compares), "hello lower \U0001f600")
+    attach_text(build_teacher(compares_distributions=compares), "a")
+    assert caplog.text.count("set divergence: sampled") == int(compares)
+    warn_once.cache_clear()
+    _, metrics = attach_text(build_teacher("student", compares_distributions=compares), "hello")
+    assert metrics["policy/aligned_rate"] == 1.0
+    assert caplog.text.count("set divergence: sampled") == int(compares)
 
 
 def test_a_cut_character_and_control_tokens_have_their_bytes():
