@@ -141,7 +141,7 @@ class AlignedTeacher:
             metrics["policy/aligned_rate"] = num_single / num_spans
             if self.compares_distributions and num_single < _MIN_ALIGNED * num_spans:
                 warn_once(
-                    "teacher: more than a tenth of the spans of an iteration have several tokens (policy/aligned_rate). "
+                    "teacher: more than a tenth of an iteration's spans have several tokens (policy/aligned_rate). "
                     "uld and gold compare their first tokens, and may teach what the teacher would hardly say; "
                     "set divergence: sampled"
                 )
