@@ -38,7 +38,7 @@ async def draw_samples(sampling):
     parameters = types.SamplingParams(max_tokens=MAX_TOKENS, stop=[])
     answers = await asyncio.gather(
         *(
-            sampling.sample_async(
+            sampling.sample(
                 prompt=types.ModelInput.from_ints(prompt),
                 num_samples=SAMPLES,
                 sampling_params=parameters,
@@ -78,14 +78,14 @@ async def run_iteration(training, client):
     """Run one iteration; return mean reward, KL to the start, and how far our GAE is from the service's."""
     from tinker import types
 
-    sampling = await training.save_weights_and_get_sampling_client_async()
+    sampling = await training.save_weights_and_get_sampling_client()
     pairs = await draw_samples(sampling)
     rows = [[*prompt, *map(int, sequence.tokens)] for prompt, sequence in pairs]
     options = {"gamma": GAMMA, "gae_lambda": GAE_LAMBDA, "kl_coef": KL_COEF, "scale": 1 / len(rows)}
     zeros = [
         build_datum(*pair, np.zeros(len(row) - 1)) for pair, row in zip(pairs, rows, strict=True)
     ]
-    valued_future = await training.forward_async(zeros, "enhanced_ppo", options | {"kl_coef": 0.0})
+    valued_future = training.forward(zeros, "enhanced_ppo", options | {"kl_coef": 0.0})
     # The reference model and the values of the current weights are computed while we wait for both.
     reference, valued = await asyncio.gather(client.score("start", rows), valued_future)
     values = [output["values"].to_numpy() for output in valued.loss_fn_outputs]
@@ -95,10 +95,8 @@ async def run_iteration(training, client):
     ]
     futures = []
     for _ in range(EPOCHS):
-        futures.append(await training.forward_backward_async(data, "enhanced_ppo", options))
-        futures.append(
-            await training.optim_step_async(types.AdamParams(learning_rate=LEARNING_RATE))
-        )
+        futures.append(training.forward_backward(data, "enhanced_ppo", options))
+        futures.append(training.optim_step(types.AdamParams(learning_rate=LEARNING_RATE)))
     first, *_ = await asyncio.gather(*futures)
     difference = 0.0
     for datum, old, output in zip(data, values, first.loss_fn_outputs, strict=True):
@@ -115,7 +113,7 @@ async def main():
     """Train and print one line per iteration."""
     import tinker
 
-    training = await tinker.ServiceClient().create_lora_training_client_async("grid", rank=8)
+    training = await tinker.ServiceClient().create_lora_training_client("grid", rank=8)
     async with AsyncServiceClient() as client:
         for iteration in range(1, ITERATIONS + 1):
             reward, kl, difference = await run_iteration(training, client)

@@ -157,7 +157,8 @@ def main(kind="dpo", base="grid", num_pairs=None, seed=0):
     heldout, pairs = pairs[:HELDOUT], pairs[HELDOUT:]
     if kind == "reward":
         return train_reward_model(training, pairs, heldout)
-    return train_dpo(training, service.create_sampling_client(base_model=base), pairs, heldout)
+    reference = service.create_sampling_client(base_model=base).result()
+    return train_dpo(training, reference, pairs, heldout)
 
 
 if __name__ == "__main__":

@@ -85,6 +85,7 @@ def _build_online_tiles(record: OnlineServiceRecord) -> dict[str, Any]:
 
     precision = format_metric("pseudo_label_precision", format_percent)
     checked = f"{format_metric('pseudo_labels_checked')} checked by feedback"
+    target = record.find_kl_target()
     tiles = (
         ("learning", "paused" if paused else "on", paused[:120] or record.folder.name),
         ("updates", format_metric("updates"), f"{format_metric('updates_taken')} taken"),
@@ -96,7 +97,7 @@ def _build_online_tiles(record: OnlineServiceRecord) -> dict[str, Any]:
         (
             "mean KL",
             _format_newest_value(record, "mean_kl"),
-            f"target {_format_newest_value(record, 'target_kl')}",
+            "coefficient is fixed" if target is None else f"target {format_number(target)}",
         ),
         (
             "experiences",

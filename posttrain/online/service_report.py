@@ -76,6 +76,13 @@ class OnlineServiceRecord:
                 points.append((float(update["number"]), float(value)))
         return points
 
+    def find_kl_target(self) -> float | None:
+        """Find the KL target of the newest update that was computed; None = its coefficient was fixed."""
+        for update in reversed(self.updates):
+            if kl := update.get("kl_control"):
+                return kl.get("target_kl")
+        return None
+
 
 def read_service_record(folder: Path) -> OnlineServiceRecord:
     """Read the record of a service. Raises: DataError for a folder without one."""
@@ -185,13 +192,11 @@ def _summarize_components(record: OnlineServiceRecord) -> ReportSection:
 
 
 def _draw_guardrails(record: OnlineServiceRecord) -> ReportSection:
-    targets = record.extract_series("kl_control", "target_kl")
-    target = targets[-1][1] if targets else None
     curves = [
         (
             "KL to the old policy, nats per token",
             record.extract_series("kl_control", "mean_kl"),
-            target,
+            record.find_kl_target(),
         ),
         ("KL coefficient", record.extract_series("kl_control", "coefficient"), None),
         ("gradient norm, before it is clipped", record.extract_series("gradients", "norm"), None),

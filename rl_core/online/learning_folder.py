@@ -129,8 +129,10 @@ class LearningFolder:
         Args:
             source: folder of the model.
             facts: name, and registered version if there is one.
-        Raises: CheckpointError for a disk error; DataError if the folder belongs to another model.
+        Raises: CheckpointError for a disk error; DataError if the source is no model, or the folder another model's.
         """
+        if not (source / "config.json").is_file():
+            raise DataError(f"{source}: is a folder without a config.json, so it is no model")
         make_folder(path)
         digest = digest_folder(source)
         model = path / "model"

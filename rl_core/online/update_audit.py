@@ -66,9 +66,10 @@ def _format_outcome(report: UpdateReport, seconds: float) -> str:
     kl = report.kl_control
     mean_kl = f"{kl['mean_kl']:.4g}" if kl.get("mean_kl") is not None else "-"
     bound = " (lower bound)" if report.is_lower_bound else ""
+    target = f" of {kl['target_kl']:g}" if "target_kl" in kl else ""
     return (
         f"{when} update {report.number}: {verdict}; loss {report.losses['total']:.4g} (rl {report.losses['rl']:.4g}, "
-        f"kl {report.losses['kl']:.4g}); KL {mean_kl}{bound} of {kl['target_kl']:g}, "
+        f"kl {report.losses['kl']:.4g}); KL {mean_kl}{bound}{target}, "
         f"coefficient {kl['coefficient']:.4g}; gradient {report.gradients['norm']:.4g}, clipped to "
         f"{report.gradients['clipped']:.4g}; learning rate {report.learning_rate:.4g}; {report.num_rollouts} rollouts, "
         f"{report.num_tokens} tokens"

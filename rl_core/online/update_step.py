@@ -283,7 +283,7 @@ class UpdateReport:
     learning_rate: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)  # rl, kl (with its coefficient), total
     gradients: dict[str, float] = field(default_factory=dict)  # norm, clipped
-    # coefficient, mean_kl, target_kl, before
+    # coefficient, mean_kl, before; target_kl where the coefficient is adaptive
     kl_control: dict[str, float] = field(default_factory=dict)
     is_lower_bound: bool = False  # the KL is partly that of recorded tokens
     num_tokens: int = 0  # loss tokens
@@ -572,11 +572,9 @@ class GuardedLearner:
             "total": metrics["train/loss"],
         }
         report.gradients = {"norm": norm, "clipped": min(norm, self.settings.max_grad_norm)}
-        report.kl_control = {
-            "coefficient": self.kl_coef,
-            "target_kl": self.settings.update_kl_target,
-            "before": before,
-        }
+        report.kl_control = {"coefficient": self.kl_coef, "before": before}
+        if self.settings.kl_control == "adaptive":  # a fixed coefficient has no target
+            report.kl_control["target_kl"] = self.settings.update_kl_target
 
     def _compute_next_kl_coef(self, kl: float, before: float) -> float:
         """Return the adapted coefficient after a step that changed the KL of its tokens from `before` to `kl`.

@@ -386,9 +386,9 @@ class UpdateWorker:
             metrics |= {f"online/loss/{name}": value for name, value in report.losses.items()}
             metrics["online/grad_norm"] = report.gradients["norm"]
             metrics["online/learning_rate"] = report.learning_rate
-            metrics["online/kl_target"] = report.kl_control["target_kl"]
-            if "mean_kl" in report.kl_control:
-                metrics["online/mean_kl"] = report.kl_control["mean_kl"]
+            for metric, name in (("online/kl_target", "target_kl"), ("online/mean_kl", "mean_kl")):
+                if name in report.kl_control:
+                    metrics[metric] = report.kl_control[name]
         for signal, value, _ in self.signals:
             if signal == "champion_kl":
                 metrics["online/champion_kl"] = value * self.settings.drift.max_champion_kl

@@ -75,6 +75,29 @@ def train_supervised(service, results):
     results["whole_loss"] = 300 * results["saved_loss"]
 
 
+def probe_waits(service, results):
+    """Record which results a custom loss can wait for; the others would block it for ever."""
+    training = resolve(service.create_lora_training_client(base_model="base", rank=4, seed=6))
+    sampling = resolve(training.save_weights_and_get_sampling_client())
+    data = [make_datum([3, 4, 5, 6], weights=np.ones(3, np.float32))]
+    calls = {
+        "same_run": lambda: training.forward(data, "cross_entropy"),
+        "sampler": lambda: sampling.compute_logprobs(types.ModelInput.from_ints([3, 4, 5])),
+    }
+
+    def loss(data, logprobs):
+        for name, call in calls.items():
+            try:
+                call().result(timeout=5)
+                results["waits"][name] = True
+            except TimeoutError:
+                results["waits"][name] = False
+        return -sum(logprob.sum() for logprob in logprobs), {}
+
+    results["waits"] = {}
+    training.forward_backward_custom(data, loss).result()
+
+
 def train_policy(service, results):
     """Train a group-relative policy gradient that rewards odd tokens."""
     training = resolve(service.create_lora_training_client(base_model="base", rank=8, seed=4))
@@ -154,6 +177,7 @@ def main():
     train_supervised(service, results)
     train_policy(service, results)
     train_stable(service, results)
+    probe_waits(service, results)
     print(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)

@@ -84,6 +84,11 @@ def test_folder_belongs_to_one_model_and_worker_reads_its_settings(folder, tmp_p
     assert reopened.facts == folder.facts and reopened.facts["version"] == 3
     with pytest.raises(DataError, match="another model"):
         LearningFolder.open_or_create(folder.path, make_folder_of_model(tmp_path / "other", 1), {})
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match=r"empty: is a folder without a config\.json"):
+        LearningFolder.open_or_create(tmp_path / "new", empty, {})
+    assert not (tmp_path / "new").exists()  # nothing is left of it
     with pytest.raises(SettingsError, match=r"online\.model\.path"):
         build_pipeline_settings(
             OnlineSettings(model=ModelSettings(path="x")), GRID, ModelSettings(), tmp_path
@@ -363,6 +368,13 @@ def test_report_and_live_page(folder, tmp_path):
         "0.030",
         "target 0.050",
     )  # of the last update that has it
+    fixed = {"number": 4, "kl_control": {"coefficient": 0.01, "mean_kl": 0.04}, "experiences": []}
+    with open(folder.path / CONTRIBUTION_FILE, "a") as file:
+        file.write("\n" + json.dumps(fixed) + "\n")
+    items = build_online_tab(tmp_path)[0]["items"]
+    (tile,) = (item for item in items if item["label"] == "mean KL")
+    assert (tile["value"], tile["sub"]) == ("0.040", "coefficient is fixed")
+    assert read_service_record(folder.path).find_kl_target() is None
     assert build_online_tab(tmp_path / "nothing")[0]["kind"] == "note"
     with pytest.raises(DataError, match="contains no record"):
         read_service_record(tmp_path)

@@ -65,6 +65,9 @@ def run_example(python, served, *command):
         [python, *map(str, command)], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stderr.splitlines()
+    # calls that the SDK is about to remove
+    assert [line for line in lines if "FutureWarning" in line and "examples" in line] == []
     return done.stdout
 
 

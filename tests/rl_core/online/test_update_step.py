@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -561,6 +562,9 @@ def test_a_fixed_coefficient_stays_and_the_limit_holds(tmp_path):
         for learner in (fixed, adaptive):
             update_from_request(learner, f"r{number}", number=number)
     assert fixed.kl_coef == 0.02 != adaptive.kl_coef
+    for learner, text in ((fixed, ", coefficient"), (adaptive, " of 0.05, coefficient")):
+        report = update_from_request(learner, "r6", number=6)
+        assert re.search(rf"KL [-+.e\d]+{text}", format_audit_line(report, 0.0))
     restored = make_learner(tmp_path / "fixed", kl_coef=0.02, kl_control="fixed")
     restored.load_state_dict(adaptive.state_dict())  # a service that was adaptive until now
     assert restored.kl_coef == 0.02
