@@ -25,6 +25,8 @@ CLIENT_AUTH_VARIABLE = "PREFECT_API_AUTH_STRING"
 ORIGINS_VARIABLE = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 # Which of Prefect's two user interfaces the address / shows; links such as /runs/flow-run/ID lead to the first one.
 NEW_UI_VARIABLE = "PREFECT_SERVER_UI_V2_ENABLED"
+# What links to Prefect's pages open: runs by their names. The page at / counts runs and advertises the other interface.
+PREFECT_FIRST_PAGE = "/runs"
 PROMOTION_VARIABLE = "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT"
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 

@@ -461,7 +461,8 @@ def _announce_page(output: Path, service: PageServer) -> None:
     """Print the link of a page that answers, and record it for `posttrain open`."""
     if service.process is not None and service.name != "live":  # which records itself
         record_served_page(output, "mlflow" if service.name == "MLflow" else "prefect", service.url)
-    print(f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True)
+    url = service.url + (prefect_access.PREFECT_FIRST_PAGE if service.name == "Prefect" else "")
+    print(f"{service.name:8} {url} {' '.join(service.notes)}".rstrip(), flush=True)
 
 
 def _print_runs_page(output: Path, tracking_uri: str | None) -> None:

@@ -107,7 +107,7 @@ def test_each_page_is_announced_once_it_answers(tmp_path, monkeypatch, capsys):
         lines = capsys.readouterr().out.splitlines()
     assert lines == [
         "MLflow   http://MLflow",
-        "Prefect  http://prefect.example:4200 (runs elsewhere)",
+        "Prefect  http://prefect.example:4200/runs (runs elsewhere)",
         "live     http://live",
     ]
     assert waiting[0]["live"] > 0  # announced while the live page is still starting
