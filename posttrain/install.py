@@ -16,6 +16,7 @@ imported.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -56,6 +57,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     project = format_project(arguments.extras)
     started = time.monotonic()
+    if not ensure_pip() and shutil.which("uv") is None:
+        print(
+            f"{sys.prefix} has no pip, and there is no uv on the PATH; run "
+            f"`uv pip install --python {sys.executable} pip`, or make the environment by `python -m venv`",
+            file=sys.stderr,
+        )
+        return 1
     try:
         environment = {**os.environ, **convert_to_uv_variables(read_pip_settings())}
         is_cpu = arguments.torch == "cpu" or (
@@ -77,6 +85,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(f"installed in {time.monotonic() - started:.0f} s")
     return 0
+
+
+def ensure_pip() -> bool:
+    """Install the pip that Python brings into an environment without one, as `uv venv` makes it. Return whether it is
+    there; its settings name the package index.
+    """
+    if importlib.util.find_spec("pip") is not None:
+        return True
+    return not subprocess.run([sys.executable, "-m", "ensurepip"], capture_output=True).returncode
 
 
 def format_project(extras: str) -> list[str]:

@@ -129,6 +129,27 @@ def test_a_wheel_installs_its_own_version_and_pins_without_a_checkout(install, m
     assert "--torch cpu: torch's CPU build" in capsys.readouterr().out
 
 
+def test_an_environment_of_uv_gets_the_pip_that_python_brings(install, monkeypatch, capsys):
+    """`uv venv` makes environments without pip, whose settings name the index and which installs uv."""
+    commands = Commands({"ensurepip": 0})
+    monkeypatch.setattr(install.subprocess, "run", commands)
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(install.shutil, "which", lambda name: None)
+    assert install.main(["--torch", "cpu"]) == 0
+    assert commands.seen[0] == [sys.executable, "-m", "ensurepip"]
+
+    monkeypatch.setattr(install.subprocess, "run", Commands({"ensurepip": 1}))
+    assert install.main(["--torch", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"{sys.prefix} has no pip, and there is no uv on the PATH; run `uv pip")
+
+    commands = Commands({"ensurepip": 1})
+    monkeypatch.setattr(install.subprocess, "run", commands)
+    monkeypatch.setattr(install.shutil, "which", lambda name: "/bin/uv" if name == "uv" else None)
+    assert install.main(["--torch", "cpu"]) == 0
+    assert commands.seen[-1][0] == "/bin/uv"
+
+
 def test_the_script_of_the_checkout_is_the_same_program():
     done = run([sys.executable, ROOT / "deployments" / "install.py", "--help"])
     assert done.returncode == 0 and "--torch" in done.stdout

@@ -29,7 +29,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from helpers.chromium import Chromium  # noqa: E402
 
-from flows.runtime.prefect_access import build_basic_auth_header, load_or_create_password  # noqa: E402
+from flows.runtime.prefect_access import (  # noqa: E402
+    PREFECT_FIRST_PAGE,
+    build_basic_auth_header,
+    load_or_create_password,
+)
 from rl_core.json_client import fetch_json  # noqa: E402
 
 MLFLOW_PORT, PREFECT_PORT, MONITOR_PORT = 5180, 4380, 7980
@@ -88,7 +92,7 @@ def main() -> None:
 def pages(output: Path, pipeline: str, addresses: dict[str, str]) -> dict[str, Shot]:
     """By name of the picture."""
     runs = stage_runs(output, pipeline)
-    mlflow, monitor = addresses["mlflow"], addresses["monitor"]
+    mlflow, monitor = addresses["mlflow"], addresses["live"]
     page = f"{mlflow}/#/experiments/{runs['experiment']}"
     table = f"{page}/runs?viewStateShareKey=posttrain&workflowType=machine_learning"
     charts = f"{page}/runs?compareRunsMode=CHART&viewStateShareKey=posttrain-policy&workflowType=machine_learning"
@@ -115,7 +119,9 @@ def pages(output: Path, pipeline: str, addresses: dict[str, str]) -> dict[str, S
             f"{mlflow}/#/models/{pipeline}/versions/2?workflowType=machine_learning",
             said("promoted"),
         ),
-        **prefect_pages(addresses["prefect"], load_or_create_password(output)),
+        **prefect_pages(
+            addresses["prefect"].removesuffix(PREFECT_FIRST_PAGE), load_or_create_password(output)
+        ),
     }
 
 

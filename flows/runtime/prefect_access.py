@@ -25,6 +25,9 @@ CLIENT_AUTH_VARIABLE = "PREFECT_API_AUTH_STRING"
 ORIGINS_VARIABLE = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 # Which of Prefect's two user interfaces the address / shows; links such as /runs/flow-run/ID lead to the first one.
 NEW_UI_VARIABLE = "PREFECT_SERVER_UI_V2_ENABLED"
+# What links to Prefect's pages open: runs by their names. The page at / counts runs and advertises the other interface.
+PREFECT_FIRST_PAGE = "/runs"
+PROMOTION_VARIABLE = "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT"
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 Message = MutableMapping[str, Any]
@@ -89,10 +92,12 @@ def format_loopback_origins(port: int) -> str:
 def build_server_environment(output: Path, port: int) -> dict[str, str]:
     """Return variables of a Prefect server of the output folder: password, origins, location of this module.
 
-    The address / shows the pages to which links and documents refer, unless the user chooses Prefect's new ones.
+    The address / shows the pages to which links and documents refer, unless the user chooses Prefect's new ones. They
+    do not advertise Prefect Cloud.
     """
     return {
         NEW_UI_VARIABLE: os.environ.get(NEW_UI_VARIABLE, "false"),
+        PROMOTION_VARIABLE: os.environ.get(PROMOTION_VARIABLE, "false"),
         SERVER_AUTH_VARIABLE: load_or_create_password(output),
         ORIGINS_VARIABLE: format_loopback_origins(port),
         "PYTHONPATH": build_python_path(os.environ),

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -223,8 +223,13 @@ class PageServers:
         prefect_port: int = 4200,
         pages: Sequence[str] = ("mlflow", "prefect"),
         live_options: LivePageOptions | None = None,
+        on_answer: Callable[[PageServer], None] | None = None,
     ) -> None:
-        """Configure the pages; nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
+        """Configure the pages; nothing starts before `with`. Raises: SettingsError for a host that is not loopback.
+
+        Args:
+            on_answer: called with each page once it answers, in the order in which they do.
+        """
         from posttrain.monitor.server import DEFAULT_PORT
         from tasks.tracking import Tracking
 
@@ -232,7 +237,7 @@ class PageServers:
         self.output, self.host = Path(output).resolve(), host
         self._tracking = Tracking(tracking_uri, self.output)
         self._live = live_options or LivePageOptions()
-        self._pages = pages
+        self._pages, self._on_answer = pages, on_answer or (lambda service: None)
         self._ports = {
             "MLflow": mlflow_port,
             "Prefect": prefect_port,
@@ -391,12 +396,13 @@ class PageServers:
 
     def _wait_until_healthy(self) -> None:
         deadline = time.monotonic() + START_SECONDS
-        waiting = [service for service in self.services if service.process is not None]
+        waiting = list(self.services)
         while waiting:
             for service in list(waiting):
                 service.check_alive()
-                if service.is_healthy():
+                if service.process is None or service.is_healthy():
                     waiting.remove(service)
+                    self._on_answer(service)
             if waiting and time.monotonic() > deadline:
                 silent = waiting[0]
                 raise BackendError(
@@ -451,6 +457,14 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def _announce_page(output: Path, service: PageServer) -> None:
+    """Print the link of a page that answers, and record it for `posttrain open`."""
+    if service.process is not None and service.name != "live":  # which records itself
+        record_served_page(output, "mlflow" if service.name == "MLflow" else "prefect", service.url)
+    url = service.url + (prefect_access.PREFECT_FIRST_PAGE if service.name == "Prefect" else "")
+    print(f"{service.name:8} {url} {' '.join(service.notes)}".rstrip(), flush=True)
+
+
 def _print_runs_page(output: Path, tracking_uri: str | None) -> None:
     """Print the address of the newest pipeline's table of runs, which MLflow's first page does not show."""
     from tasks.tracking import Tracking
@@ -469,7 +483,7 @@ def serve_web_pages(
     pages: Sequence[str] = ("mlflow", "prefect"),
     live_options: LivePageOptions | None = None,
 ) -> None:
-    """Serve pages until Ctrl-C or SIGTERM; print the links once all answer.
+    """Serve pages until Ctrl-C or SIGTERM; print each link once its page answers.
 
     Args:
         output: the output folder, whose stores are shown.
@@ -495,16 +509,9 @@ def serve_web_pages(
             prefect_port=prefect_port,
             pages=pages,
             live_options=live_options,
+            on_answer=lambda service: _announce_page(output, service),
         )
         with servers as running:
-            for service in running.services:
-                if service.process is not None and service.name != "live":  # which records itself
-                    record_served_page(
-                        output, "mlflow" if service.name == "MLflow" else "prefect", service.url
-                    )
-                print(
-                    f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True
-                )
             if any(service.name == "MLflow" for service in running.services):
                 _print_runs_page(output, tracking_uri)
             print("Ctrl-C stops the web UI; runs continue", flush=True)

@@ -456,10 +456,11 @@ def _build_episode(run: RunView, row: Mapping[str, Any], path: Path) -> dict[str
     level, seed = str(row.get("level", "")), row.get("seed", 0)
     turns = [turn for turn in row["turns"] if isinstance(turn, dict)]
     num_turns = f"{len(turns)} turn{'s' if len(turns) != 1 else ''}"
-    # Training counts iterations from 0 in its records, from 1 in its progress.
+    # The number of the records and of `posttrain replay`: iterations that were complete when it was sampled.
     iteration = ""
     if isinstance(row.get("iteration"), int):
-        iteration = f"iteration {int(row['iteration']) + 1} · "
+        num_done = int(row["iteration"])
+        iteration = f"after {num_done} iteration{'s' if num_done != 1 else ''} · "
     image = ""
     if _draws_images(run.config.get("environment") or {}, level):
         image = f"image.png?{urlencode({'run': run.id, 'level': level, 'seed': seed})}"

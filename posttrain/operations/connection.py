@@ -19,6 +19,7 @@ from packaging.version import InvalidVersion, Version
 
 from flows.runtime.prefect_access import (
     CLIENT_AUTH_VARIABLE,
+    PREFECT_FIRST_PAGE,
     build_basic_auth_header,
     load_or_create_password,
     locate_password_file,
@@ -248,7 +249,8 @@ def format_links(state: SupervisorState, output: Path) -> str:
     lines = []
     for service in state.services:
         access = f"    ({service.access})" if service.access else ""
-        lines.append(f"{service.name:9}{service.url}{access}".rstrip())
+        first_page = PREFECT_FIRST_PAGE if service.name == "prefect" else ""
+        lines.append(f"{service.name:9}{service.url}{first_page}{access}".rstrip())
     mlflow = resolve_mlflow_url(state)
     if not _has_mlflow_server(state):
         lines.append(f"mlflow   {mlflow or 'as MLFLOW_TRACKING_URI said'} (runs elsewhere)")

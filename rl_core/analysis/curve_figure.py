@@ -38,6 +38,9 @@ LEFT, RIGHT, TOP, BOTTOM = 44, 10, 30, 24  # margins around the plot area
 MAX_POINTS = 300  # points drawn per line; beyond, neighbours are averaged
 MAX_PANELS = 24
 SMOOTHING_SHARE = 12  # the moving average covers one twelfth of the points
+# Of a panel on a page, and between panels; a page of this width has two columns.
+_PANEL_MIN_WIDTH, _PANEL_GAP = 260, 14
+TWO_COLUMNS_WIDTH = 2 * _PANEL_MIN_WIDTH + _PANEL_GAP
 _STYLE = (
     "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Noto Sans',sans-serif;"
     "font-variant-numeric:tabular-nums"
@@ -119,8 +122,8 @@ class CurveFigure:
         )
         return (
             f'<div style="{_STYLE};max-width:1080px">{self._draw_html_legend()}'
-            '<div style="display:grid;gap:4px 14px;'
-            f'grid-template-columns:repeat(auto-fill,minmax(min(100%,260px),1fr))">{cells}</div></div>'
+            f'<div style="display:grid;gap:4px {_PANEL_GAP}px;grid-template-columns:repeat(auto-fill,'
+            f'minmax(min(100%,{_PANEL_MIN_WIDTH}px),1fr))">{cells}</div></div>'
         )
 
     def _repr_svg_(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -12,6 +14,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.formats import Row
 from rl_core.data.pairs import PreferencePair, PreferenceSplit, PreferenceUse, build_pair_rows
 from rl_core.data.records import (
+    SKIP_ADVICE,
     PromptRows,
     Records,
     RowSource,
@@ -45,7 +48,7 @@ from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment
 from rl_core.environments.mixture import LabelledEnvironment, MixturePart, mix_environments
 from rl_core.environments.prompts import Prompts
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, RecordsError, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -136,13 +139,28 @@ def _build_agent(
 
 def _read_prompts(source: RowSource) -> PromptRows | Records:
     """Read rows of a file, a folder, or a list."""
-    if not isinstance(source, str | Path):
-        return read_prompts(source)
     try:
-        return read_prompt_rows(source)
+        with _advise_in_python():
+            return (
+                read_prompt_rows(source) if isinstance(source, str | Path) else read_prompts(source)
+            )
     except SettingsError as error:
-        message = str(error).replace("options.path: ", "").replace("options.prompt: ", "")
-        raise DataError(f"prompts: {message}") from error
+        message = str(error).replace("options.path: ", "").removeprefix("options.prompt: ")
+        message = re.sub(r"set options\.prompt: (\S+)", r"rename '\1' to 'prompt'", message)
+        raise DataError(f"prompts: {message}") from None
+
+
+@contextlib.contextmanager
+def _advise_in_python() -> Iterator[None]:
+    """Replace advice on bad rows that names settings of a configuration by what a script can do."""
+    try:
+        yield
+    except RecordsError as error:
+        message = str(error)
+        advice = "Fix them, or leave them out"
+        if "the context holds" in message:
+            advice += "; long rows fit into a model with a longer context"
+        raise RecordsError(message.replace(SKIP_ADVICE, advice)) from None
 
 
 def check_prompt_lengths(
@@ -282,7 +300,8 @@ class _RowReader:
             )
 
         read = read_demonstrations if self._job.kind == "demonstrations" else read_preferences
-        return read(source, check_rows=check_rows), tokenized[0].rows
+        with _advise_in_python():
+            return read(source, check_rows=check_rows), tokenized[0].rows
 
 
 def _split_rows(
@@ -326,8 +345,12 @@ def _split_rows(
         )
     if fallback_key is not None and len({normalize_prompt(get_prompt(row)) for row in rows}) == 1:
         get_prompt = fallback_key
+    try:
+        sides = split_indices(rows, get_prompt, heldout, seed)[:2]
+    except DataError as error:
+        raise DataError(f"heldout: {error}; heldout=0 holds nothing out") from None
     train, heldout_rows = (
         _TokenizedRows(select_rows(rows, indices), sequences.select_rows(indices))
-        for indices in split_indices(rows, get_prompt, heldout, seed)[:2]
+        for indices in sides
     )
     return _TokenizedSplit(train, heldout_rows, f"{records.digest} {heldout}")

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rl_core.analysis.curve_figure import build_curve_figure, format_value
+from rl_core.analysis.curve_figure import TWO_COLUMNS_WIDTH, build_curve_figure, format_value
 from rl_core.analysis.metric_reference import MAIN_METRICS
 from rl_core.metric_history import MetricHistory
 from rl_core.trackers import TerminalTracker
@@ -147,7 +147,8 @@ class LiveDisplay(SilentTracker):
             f'<div style="{_STYLE}">{self._draw_bar()}{_draw_alarms(history)}'
             '<div style="display:flex;flex-wrap:wrap;gap:8px 24px;align-items:flex-start">'
             f'<div style="flex:0 1 auto">{_draw_metrics_table(history)}</div>'
-            f'<div style="flex:1 1 320px;min-width:0">{curves}</div></div></div>'
+            # Beside the table only where two columns of panels fit; else below it.
+            f'<div style="flex:1 1 {TWO_COLUMNS_WIDTH}px;min-width:0">{curves}</div></div></div>'
         )
 
     def _draw_bar(self) -> str:

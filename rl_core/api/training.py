@@ -15,6 +15,7 @@ from rl_core.api.evaluation import generate
 from rl_core.api.notebook import LiveDisplay, wants_live_display
 from rl_core.api.policy import ModelSource, Policy, describe_model_source
 from rl_core.api.recipes import Recipe
+from rl_core.api.trl_arguments import explain_training_attribute, explain_unknown_arguments
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import CheckpointError, SettingsError, Stopped
@@ -105,11 +106,20 @@ class ResumableTraining(Generic[TrainerT]):
             f"  output: {self.output if self.output is not None else 'none (nothing is written)'}"
         )
 
+    if not TYPE_CHECKING:  # type checkers refuse unknown names themselves
+
+        def __getattr__(self, name: str) -> Any:
+            """Refuse an unknown name; a name of TRL's trainers with what it is here. Raises: AttributeError."""
+            advice = "" if name.startswith("_") else explain_training_attribute(name)
+            message = f"'{type(self).__name__}' object has no attribute '{name}'"
+            raise AttributeError(f"{message}; {advice}" if advice else message, name=name, obj=self)
+
     @property
     def trainer(self) -> TrainerT:
         """The trainer, for inspection."""
         return self.recipe.trainer
 
+    @explain_unknown_arguments
     def run(
         self,
         *,
@@ -173,6 +183,7 @@ class ResumableTraining(Generic[TrainerT]):
             notify_run_end(tracker, status)
         return self.outcome
 
+    @explain_unknown_arguments
     def train(
         self,
         *,

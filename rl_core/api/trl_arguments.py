@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from rl_core.errors import suggest_name
+from rl_core.errors import SettingsError, suggest_name
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -39,6 +41,21 @@ _ARGUMENTS = {
     "ref_model": "nothing: the initial model is the reference, if settings.kl_coef or a preference loss needs one",
     "rollout_func": "environment, or agent for a function that plays whole episodes",
     "environment_factory": "environment",
+    "resume_from_checkpoint": "nothing: with the output folder of an earlier run, train() resumes it",
+}
+# Attributes of TRL's trainers.
+_ATTRIBUTES = {
+    "save_model": "save(folder)",
+    "save_pretrained": "save(folder)",
+    "push_to_hub": "save(folder), then `hf upload NAME FOLDER`",
+    "state": "metrics(), a DataFrame with one row per step",
+    "predict": "generate(prompts)",
+    "log_metrics": "tracker= and metrics()",
+    "log": "tracker= and metrics()",
+    "add_callback": "callbacks=[function], an argument of the function that made this training",
+    "args": "settings",
+    "processing_class": "tokenizer",
+    "train_dataset": "what the function that made this training was called with",
 }
 
 
@@ -64,15 +81,46 @@ def explain_unknown_arguments(
     def call(*arguments: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
         for name in options:
             if name not in known:
-                raise TypeError(f"{function.__name__}(): {_explain_argument(name, known)}")
+                advice = _explain_argument(name, known) or _explain_setting(name, function)
+                advice = advice or f"there is no argument '{name}'; {suggest_name(name, known)}"
+                raise TypeError(f"{function.__name__}(): {advice}")
         return function(*arguments, **options)
 
     return call
 
 
+def explain_training_attribute(name: str) -> str:
+    """Return what to use instead of an attribute of TRL's trainers; "" for another name."""
+    advice = _ATTRIBUTES.get(name, "")
+    return f"'{name}' is a name of TRL; here it is {advice}" if advice else ""
+
+
+def _explain_setting(name: str, function: Callable[..., Any]) -> str:
+    """Say that a name is a setting of `function`, or the name of one in TRL or verl; "" = it is none."""
+    parameter = inspect.signature(function).parameters.get("settings")
+    if parameter is None:
+        return ""
+    class_name = str(parameter.annotation).partition(" ")[0]  # PolicySettings | Mapping | None
+    settings = getattr(importlib.import_module("rl_core.settings"), class_name)
+    if name in {field.name for field in dataclasses.fields(settings)}:
+        return f"'{name}' is a setting: pass settings={{'{name}': ...}}"
+    try:
+        settings(**{name: None})
+    except SettingsError as error:
+        _, _, advice = str(error).partition("; ")
+        is_explained = " here (" in advice or "has no equivalent here" in advice
+        return (
+            f"'{name}' is no argument, and settings name it otherwise: {advice}"
+            if is_explained
+            else ""
+        )
+    return ""
+
+
 def _explain_argument(name: str, known: list[str]) -> str:
+    """Explain an argument of TRL's trainers; "" = it is none."""
     if name not in _ARGUMENTS:
-        return f"there is no argument '{name}'; {suggest_name(name, known)}"
+        return ""
     data, heldout = (
         next((option for option in options if option in known), options[0])
         for options in (("data", "pairs", "prompts"), ("heldout", "heldout_prompts"))

@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.data.files import BadRow, describe_value, read_number, read_text, refuse_answer_row
+from rl_core.data.files import (
+    BadRow,
+    describe_value,
+    list_field_names,
+    read_number,
+    read_text,
+    refuse_answer_row,
+)
 from rl_core.data.messages import (
     HH_TURN,
     build_assistant_message,
@@ -504,6 +511,9 @@ def _validate_demonstration_messages(row: Row) -> list[dict[str, Any]]:
 
 def validate_prompt(row: Row) -> Row:
     """Return a prompt, text or messages, with every other column."""
+    if row.get("prompt") is None:
+        columns = ", ".join(list_field_names(row)) or "none"
+        raise BadRow("prompt", f"is missing; columns found: {columns}")
     if not isinstance(row.get("prompt"), list):
         return {**row, "prompt": read_text(row, "prompt")}
     messages = validate_messages(row["prompt"], "prompt", with_images=True)

@@ -60,6 +60,7 @@ CheckRows = Callable[[Sequence[Row]], Iterable[str]]
 
 _DEMONSTRATION_COLUMNS = list_format_columns("demonstrations")
 _PREFERENCE_COLUMNS = list_format_columns("preferences")
+SKIP_ADVICE = "Fix them, or skip them with on_bad_row: skip"
 _MAX_LISTED_PROBLEMS = 10  # bad rows listed in a message; rows with equal problems are one
 _MAX_LISTED_PLACES = 5  # of further rows with the same problem
 
@@ -331,7 +332,7 @@ def report_row_problems(
     problems: Sequence[RowProblem],
     num_rows: int,
     on_bad_row: str,
-    advice: str = "Fix them, or skip them with on_bad_row: skip",
+    advice: str = SKIP_ADVICE,
 ) -> None:
     """Raise or log, by `on_bad_row`, if some of the `num_rows` rows of `source` are unusable.
 

@@ -226,7 +226,8 @@ def split_indices(
             ranks[keys[-1]] = hashlib.sha256(f"{seed}\n{key}".encode()).digest()
     if len(ranks) < 2:
         raise DataError(
-            f"{len(ranks)} distinct prompts cannot be split into a training and a held-out set"
+            f"{len(ranks)} distinct prompt{'' if len(ranks) == 1 else 's'} cannot be split into a training and a "
+            "held-out set"
         )
     count = min(max(1, round(heldout_fraction * len(ranks))), len(ranks) - 1)
     heldout_keys = set(sorted(ranks, key=ranks.__getitem__)[:count])

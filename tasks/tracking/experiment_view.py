@@ -34,9 +34,9 @@ _DECISION = "tags.`gate.decision`"
 _LEARNING_CHARTS = {
     "Success and reward": (("train/success_rate",), ("eval/success_rate",), ("reward/mean",)),
     "KL and entropy, nats per token": (
-        ("policy/update_kl",),
-        ("policy/ref_kl",),
         ("policy/entropy",),
+        ("policy/ref_kl",),
+        ("policy/update_kl",),  # last: 0 throughout with one step per rollout
     ),
     "Length in tokens, and loss": (("train/completion_tokens",), ("train/loss", "eval/loss")),
 }

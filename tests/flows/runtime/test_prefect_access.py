@@ -238,3 +238,15 @@ def test_the_address_of_the_server_shows_the_pages_that_links_lead_to(
         ]
     assert [page.status_code for page in pages] == [status, 200]
     assert pages[0].headers.get("Location", "") == ("" if chosen is None else "/v2/")
+
+
+def test_prefects_pages_do_not_advertise_its_cloud(tmp_path, monkeypatch):
+    monkeypatch.delenv(prefect_access.PROMOTION_VARIABLE, raising=False)
+    assert build_server_environment(tmp_path, 4200)[prefect_access.PROMOTION_VARIABLE] == "false"
+    monkeypatch.setenv(prefect_access.PROMOTION_VARIABLE, "true")
+    assert build_server_environment(tmp_path, 4200)[prefect_access.PROMOTION_VARIABLE] == "true"
+    from prefect.settings.models.server.ui import ServerUISettings
+
+    assert ServerUISettings().show_promotional_content  # the name is one that Prefect reads
+    monkeypatch.setenv(prefect_access.PROMOTION_VARIABLE, "false")
+    assert not ServerUISettings().show_promotional_content

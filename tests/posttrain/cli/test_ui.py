@@ -16,7 +16,7 @@ import pytest
 
 from posttrain.cli import ui
 from posttrain.cli.main import main
-from posttrain.cli.ui import PageServer, PageServers
+from posttrain.cli.ui import PageServer, PageServers, _announce_page
 from rl_core.errors import BackendError, SettingsError
 from rl_core.processes.children import signal_group
 from tasks.tracking import Tracking
@@ -78,6 +78,39 @@ def test_a_server_that_dies_says_why_and_the_other_one_is_stopped(tmp_path, monk
     ):
         PageServers(tmp_path).__enter__()
     assert lasting.poll() is not None
+
+
+def test_each_page_is_announced_once_it_answers(tmp_path, monkeypatch, capsys):
+    """On a busy machine the last server takes half a minute; the first page can be read meanwhile."""
+    looks = {"live": 3, "MLflow": 1}  # how often each is asked until it answers
+
+    def answers(self):
+        looks[self.name] -= 1
+        return looks[self.name] <= 0
+
+    def start(name):
+        lasting = [sys.executable, "-c", "import time; time.sleep(60)"]
+        process = subprocess.Popen(lasting, start_new_session=True)
+        return lambda self: PageServer(name, f"http://{name}", "health", None, process)
+
+    monkeypatch.setattr(PageServer, "is_healthy", answers)
+    monkeypatch.setattr(PageServers, "_start_live_page", start("live"))
+    monkeypatch.setattr(PageServers, "_start_mlflow", start("MLflow"))
+    monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example:4200/api")
+    waiting = []
+
+    def announce(service):
+        waiting.append(dict(looks))
+        _announce_page(tmp_path, service)
+
+    with PageServers(tmp_path, pages=("live", "mlflow", "prefect"), on_answer=announce):
+        lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "MLflow   http://MLflow",
+        "Prefect  http://prefect.example:4200/runs (runs elsewhere)",
+        "live     http://live",
+    ]
+    assert waiting[0]["live"] > 0  # announced while the live page is still starting
 
 
 def test_a_group_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):

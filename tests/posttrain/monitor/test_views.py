@@ -247,7 +247,7 @@ def test_trajectories_turn_by_turn(tmp_path):
     )
     assert [turn["error"] for turn in wrong["turns"]] == [True, True, False]
     assert right["turns"][0]["call"] == "calls zoom(row=1, column=1)"
-    assert right["sub"] == "iteration 5 · easy · digit · 2 turns · reward 1.000"
+    assert right["sub"] == "after 4 iterations · easy · digit · 2 turns · reward 1.000"
     assert dict(map(tuple, wrong["facts"]))["its answer"] == "none"
     assert (
         dict(map(tuple, right["facts"]))["replay it"]

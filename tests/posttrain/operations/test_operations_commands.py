@@ -289,13 +289,14 @@ def test_commands_use_the_workers_external_mlflow(
     external_mlflow, expected, parts, tmp_path, monkeypatch
 ):
     supervisor = Supervisor(tmp_path, ServerOptions(), "sqlite", external_mlflow=external_mlflow)
-    supervisor.state.services = [ServiceState("prefect", "p", "up")]
+    supervisor.state.services = [ServiceState("prefect", "http://127.0.0.1:4200", "up")]
     supervisor.state.registration = {"runs_url": "http://team:5000/#/experiments/1/runs"}
     write_state(StatePaths(tmp_path), supervisor.state)
     assert "secret" not in StatePaths(tmp_path).state_file.read_text()
     text = format_links(supervisor.state, tmp_path)
     assert all(part in text for part in parts) and "127.0.0.1:5000" not in text
     assert "\nruns     http://team:5000/#/experiments/1/runs\n" in text
+    assert text.startswith("prefect  http://127.0.0.1:4200/runs\n")  # the table, not the dashboard
     with FolderLock(StatePaths(tmp_path).lock_file):
         connection.connect_to_servers(tmp_path, needs_prefect=False)
     assert os.environ.get("MLFLOW_TRACKING_URI", "") == expected

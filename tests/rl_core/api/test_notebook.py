@@ -170,6 +170,18 @@ def test_values_left_out_and_failed_episodes_are_alarms():
     assert texts[0].startswith("<i>grpo</i>")  # escaped
 
 
+def test_curves_are_beside_the_table_only_where_two_columns_of_panels_fit():
+    """In a column of 460 px next to the table, five panels of that width would fill a screen and a half."""
+    history = MetricHistory()
+    for step in (1, 2, 3):
+        history.record_values({"reward/mean": 0.1 * step, "train/loss": 1.0 / step}, step)
+    display = LiveDisplay(lambda: history)
+    page = display._draw_page()
+    basis = int(re.search(r"flex:1 1 (\d+)px;min-width:0", page)[1])
+    narrowest = int(re.search(r"minmax\(min\(100%,(\d+)px\)", page)[1])
+    assert 2 * narrowest < basis < 2 * narrowest + 40
+
+
 def test_durations():
     seconds = [0, 4.4, 750, 7500, 273_600]
     assert [format_duration(s) for s in seconds] == ["0:00", "0:04", "12:30", "2:05:00", "3 d 4 h"]

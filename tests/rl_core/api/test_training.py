@@ -451,6 +451,32 @@ def test_bad_rows_are_named(tmp_path):
         rl_core.sft(small_policy(), [{"prompt": "x" * 100, "completion": "y"}, *DEMONSTRATIONS])
 
 
+def test_advice_is_for_a_script(tmp_path):
+    """`on_bad_row` and `options.prompt` are settings of a configuration, which a script cannot set."""
+    path = tmp_path / "questions.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n')
+    calls = {
+        r"has no column 'prompt'; .*; rename 'question' to 'prompt'$": lambda: rl_core.grpo(
+            small_policy(), prompts=path, reward=length
+        ),
+        r"prompt: is missing; columns found: question, answer\nFix them, or leave them out$": (
+            lambda: rl_core.grpo(
+                small_policy(), prompts=[{"question": "a", "answer": "b"}], reward=length
+            )
+        ),
+        r"\nFix them, or leave them out; long rows fit into a model with a longer context$": (
+            lambda: rl_core.sft(small_policy(), [{"prompt": "x" * 100, "completion": "y"}])
+        ),
+        "heldout: 1 distinct prompt cannot be split .*; heldout=0 holds nothing out": (
+            lambda: rl_core.sft(small_policy(), DEMONSTRATIONS[:1])
+        ),
+    }
+    for message, call in calls.items():
+        with pytest.raises(rl_core.DataError, match=message) as error:
+            call()
+        assert "on_bad_row" not in str(error.value) and "options." not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

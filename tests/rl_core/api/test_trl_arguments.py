@@ -51,9 +51,37 @@ def _find_class(settings):
             "peft_config",
             r"model=rl_core\.ModelSettings\(path=\.\.\., lora=\{'rank': 16\}\)",
         ),
+        (
+            "grpo",
+            "num_generations",
+            r"grpo\(\): 'num_generations' is no argument.*: TRL's num_generations is group_size here",
+        ),
+        ("sft", "learning_rate", r"a setting: pass settings=\{'learning_rate': \.\.\.\}"),
+        ("dpo", "beta", r"a setting: pass settings=\{'beta': \.\.\.\}"),
+        ("distill", "gradient_checkpointing", "is activation_checkpointing here"),
         ("ppo", "outptu", "there is no argument 'outptu'; did you mean 'output'"),
     ],
 )
 def test_arguments_of_trl_are_explained(function, argument, message):
     with pytest.raises(TypeError, match=message):
         getattr(rl_core, function)("model", **{argument: None})
+
+
+def test_attributes_and_arguments_of_trl_trainers_are_explained():
+    trainer = rl_core.sft(
+        rl_core.create_policy(["one", "two"]),
+        [{"prompt": "one", "completion": "two"}],
+        heldout=0,
+        settings={"epochs": 1},
+    )
+    with pytest.raises(AttributeError, match=r"'save_model' is a name of TRL; here it is save\(fo"):
+        trainer.save_model("folder")
+    with pytest.raises(AttributeError, match=r"here it is metrics\(\)"):
+        _ = trainer.state
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'$"):
+        _ = trainer.nothing
+    with pytest.raises(TypeError, match=r"train\(\): 'resume_from_checkpoint' .* resumes it"):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(TypeError, match="there is no argument 'frehs'; did you mean 'fresh'"):
+        trainer.run(frehs=True)
+    assert not hasattr(trainer, "__nothing__")

@@ -493,9 +493,9 @@ def test_the_table_of_runs_has_columns_about_results(tracking, output):
             "train/success_rate",
             "eval/success_rate",
             "reward/mean",
-            "policy/update_kl",
-            "policy/ref_kl",
             "policy/entropy",
+            "policy/ref_kl",
+            "policy/update_kl",
             "train/completion_tokens",
             "train/loss",
         ]
