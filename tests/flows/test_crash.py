@@ -91,6 +91,7 @@ def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
     assert not missing, sorted(missing)
 
 
+@pytest.mark.slow
 def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
     monkeypatch.delenv(prefect_access.SERVER_AUTH_VARIABLE, raising=False)
     assert prefect_access.load_or_create_password(tmp_path).startswith("posttrain:")

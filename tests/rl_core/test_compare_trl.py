@@ -8,6 +8,7 @@ import pytest
 from helpers import ROOT
 
 
+@pytest.mark.slow
 def test_losses_agree_with_trl():
     pytest.importorskip("trl")
     completed = subprocess.run(  # separate process: importing TRL changes transformers' classes

@@ -299,6 +299,7 @@ def test_damaged_rows_are_refused_by_field(change, words):
         read_demonstrations([{**row, **change}])
 
 
+@pytest.mark.slow
 def test_killed_servers_lose_no_scored_session_and_count_none_twice(tmp_path, model_folder):
     assert "session.recorded" in faults.FAULT_POINTS
     (port,) = free_ports(1)

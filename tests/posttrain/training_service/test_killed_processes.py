@@ -42,6 +42,7 @@ def test_a_worker_that_opens_its_store_ends_by_sigterm_with_143(tmp_path, base_f
     assert done.returncode == 128 + signal.SIGTERM, done.stderr
 
 
+@pytest.mark.slow
 def test_a_few_kills_of_worker_and_clients_change_nothing(tmp_path):
     result = run_crash_test(tmp_path / "crash", "--kills", "3", "--clients", "1", "--steps", "3")
     assert result["kills"] >= 3 and result["problems"] == 0 and result["updates"] >= 3

@@ -353,6 +353,7 @@ def test_a_failing_image_costs_only_the_image(tmp_path):
     assert "class='image'" not in analysis.report.read_text()
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_trajectories(tmp_path, monkeypatch):
     monkeypatch.setattr("rl_core.analysis.summary.RESERVOIR_SIZE", 200)
     monkeypatch.setattr("rl_core.analysis.summary.DIVERSITY_SAMPLE_SIZE", 100)

@@ -118,6 +118,7 @@ def test_threads_queue_behind_another_program_only_while_they_want_to_run() -> N
     assert apart < 0.1
 
 
+@pytest.mark.slow
 @needs_libgomp
 def test_threads_sleep_in_pauses_with_a_surplus_and_spin_again_after_it() -> None:
     environment = {

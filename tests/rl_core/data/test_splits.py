@@ -62,7 +62,7 @@ def test_each_side_gets_a_prompt(fraction: float) -> None:
 
 
 def test_what_cannot_be_split_is_refused() -> None:
-    with pytest.raises(DataError, match="1 distinct prompts"):
+    with pytest.raises(DataError, match="1 distinct prompt cannot"):
         split_by_prompt([("a", 0), ("a", 1)], get_prompt, 0.5, seed=0)
     for fraction in (0.0, 1.0):
         with pytest.raises(DataError, match="between 0 and 1"):

@@ -124,6 +124,7 @@ def test_results_and_samples(model, tmp_path, monkeypatch):
     assert json.loads((folder / "samples.jsonl").read_text().splitlines()[0])["sample"]["resps"]
 
 
+@pytest.mark.slow
 def test_finished_tasks_are_not_run_again(model, tmp_path):
     tasks = write_tasks(tmp_path / "tasks", first={}, second={"kill": True})
     with pytest.raises(DataError, match="killed by signal 9 before lm_eval/second had a result"):

@@ -66,6 +66,7 @@ def test_bytes_are_limited_too():
     assert get.names == list("abcdef")
 
 
+@pytest.mark.slow
 def test_a_model_in_use_counts_until_it_is_dropped_and_comes_back_without_a_load():
     get = make_loader(max_models=1, limit=25)
     used = get("a")

@@ -278,6 +278,7 @@ def test_odd_numbers_of_inputs_are_refused(monkeypatch, tmp_path):
     assert quantized._choose_group_size(tmp_path) == 16
 
 
+@pytest.mark.slow
 def test_a_large_model_has_a_separate_process(folder):
     settings = ReferenceSettings(precision="full", separate_process_gib=0.0, max_models=1)
     references = ReferencePool(settings)

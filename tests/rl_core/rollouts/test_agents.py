@@ -618,6 +618,7 @@ rl_core.grpo(build_policy(), environment=agent, settings=settings, output=output
 """
 
 
+@pytest.mark.slow
 def test_a_killed_training_resumes_bit_for_bit(tmp_path):
     def train(output, **variables):
         return subprocess.run(

@@ -21,6 +21,7 @@ import mako.ext.pygmentplugin
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "computes", "expected"),
     [

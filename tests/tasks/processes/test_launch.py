@@ -202,6 +202,7 @@ def test_no_result_is_an_error(tmp_path):
         _load_result(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_process_ends_all(tmp_path, monkeypatch):
     log = tmp_path / "reached"
     monkeypatch.setenv(faults.LOG_VARIABLE, str(log))

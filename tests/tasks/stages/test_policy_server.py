@@ -86,6 +86,7 @@ def test_the_server_is_in_the_versions_tags(base, tmp_path, monkeypatch):
     assert tags["rollouts.server"] == "vllm 0.30.0 at a:1" and tags["rollouts.dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_the_stage_starts_and_restarts_its_server(base, tmp_path, monkeypatch):
     """A killed server is started again within the iteration, and ends with the stage."""
     update, trees = policy.RewardRecord.__call__, []

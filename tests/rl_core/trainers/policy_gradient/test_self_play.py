@@ -127,6 +127,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", KILLS)
 def test_kill_9_at_any_point_gives_the_same_bits(tmp_path, unbroken, kill: str) -> None:
     options, expected = unbroken
