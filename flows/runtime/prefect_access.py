@@ -93,7 +93,7 @@ def build_server_environment(output: Path, port: int) -> dict[str, str]:
     """Return variables of a Prefect server of the output folder: password, origins, location of this module.
 
     The address / shows the pages to which links and documents refer, unless the user chooses Prefect's new ones. They
-    do not advertise Prefect Cloud.
+    advertise Prefect Cloud until a browser has logged in once.
     """
     return {
         NEW_UI_VARIABLE: os.environ.get(NEW_UI_VARIABLE, "false"),

@@ -147,7 +147,7 @@ class LiveDisplay(SilentTracker):
             f'<div style="{_STYLE}">{self._draw_bar()}{_draw_alarms(history)}'
             '<div style="display:flex;flex-wrap:wrap;gap:8px 24px;align-items:flex-start">'
             f'<div style="flex:0 1 auto">{_draw_metrics_table(history)}</div>'
-            # Beside the table only where two columns of panels fit; else below it.
+            # Next to the table only where two columns of panels fit; else below it.
             f'<div style="flex:1 1 {TWO_COLUMNS_WIDTH}px;min-width:0">{curves}</div></div></div>'
         )
 

@@ -1,4 +1,4 @@
-"""What a policy learns from a teacher with another vocabulary, beside a teacher with its own and GRPO.
+"""What a policy learns from a teacher with another vocabulary, from one with its own, and by GRPO.
 
     python tests/benchmarks/cross_vocabulary.py OUTPUT.json [--seeds 0 1 2] [--iterations 40]
 
