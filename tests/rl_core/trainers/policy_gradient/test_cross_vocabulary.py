@@ -284,17 +284,32 @@ def compute_divergence(trainer, teacher, samples, divergence, beta, temperature)
 
 
 @pytest.mark.parametrize(
-    ("divergence", "beta", "temperature"),
-    [("uld", None, 1.0), ("gold", None, 1.0), ("gold", 1.0, 0.7), ("uld", None, 1.3)],
+    ("divergence", "beta", "temperature", "joined"),
+    [
+        ("uld", None, 1.0, 1),
+        ("gold", None, 1.0, 2),
+        ("gold", 1.0, 0.7, 1),
+        ("uld", None, 1.3, 2),
+    ],
 )
 def test_distributions_have_the_loss_and_gradient_by_hand(
-    monkeypatch, divergence, beta, temperature
+    monkeypatch, divergence, beta, temperature, joined
 ):
-    """In several micro-batches and chunks of a few spans, which backward computes again."""
+    """In several micro-batches and chunks of a few spans, which backward computes again.
+
+    joined: spans made one, so that spans have several tokens of the policy.
+    """
     updates = capture_update(monkeypatch)
     monkeypatch.setattr(teacher_divergence, "compute_chunk_tokens", lambda *_: 0)
     monkeypatch.setattr(teacher_divergence, "_MIN_CHUNK", 3)
     teacher = build_teacher()
+    align = teacher._align_rollout
+
+    def align_joined(rollout):
+        prompt_ids, ids, left, right = align(rollout)
+        return prompt_ids, ids, *([n // joined for n in spans] for spans in (left, right))
+
+    monkeypatch.setattr(teacher, "_align_rollout", align_joined)
     options = {} if beta is None else {"beta": beta}
     trainer = build_trainer(
         teacher,
