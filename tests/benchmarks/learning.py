@@ -5,7 +5,8 @@
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
 thread and writes OUT/jobs/<name>-<seed>.json; existing files are not run again, so the benchmark can be interrupted.
-At the end: OUT/learning.md (tables for results/learning.md) and OUT/learning.png (success against episodes).
+The teacher of `distillation` is GRPO from the same SFT model with another seed, in OUT/teacher. At the end:
+OUT/learning.md (tables for results/learning.md) and OUT/learning.png (success against episodes).
 
 Success is sampled at temperature 1. Curves are measured on 200 validation episodes, the tables on 500 other held-out
 episodes; intervals are 95% intervals over episodes, each played once by every seed's model.
@@ -27,7 +28,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 from learning_runs.gradient_variance import measure_gradient_variance  # noqa: E402
 from learning_runs.jobs import Job, list_jobs  # noqa: E402
 from learning_runs.report import write_report  # noqa: E402
-from learning_runs.training import run_job, train_sft_model  # noqa: E402
+from learning_runs.training import run_job, train_sft_model, train_teacher  # noqa: E402
 
 
 def main() -> None:
@@ -62,11 +63,16 @@ def main() -> None:
     jobs = [job for job in jobs if not (output / "jobs" / job.file).is_file()]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        teacher = ""
+        if any(job.name == "distillation" for job in jobs):
+            arguments = (options.config, model, output, options.episodes)
+            teacher = pool.submit(train_teacher, *arguments).result()
         futures = {
             pool.submit(
                 run_job,
                 options.config,
                 model,
+                teacher,
                 job,
                 options.episodes,
                 str(output / "jobs" / job.file),

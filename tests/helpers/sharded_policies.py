@@ -22,6 +22,7 @@ from rl_core.settings import (
     LoraSettings,
     ModelSettings,
     ReplaySettings,
+    RewardSettings,
     RollbackSettings,
     SamplingSettings,
     SelfTeacherSettings,
@@ -113,6 +114,24 @@ def make_inner_rewards():
     return RewardOrchestrator({"task": 1.0, "curiosity": 0.3, "coherence": 0.2})
 
 
+def score_letters(steps, trajectory):
+    """Score each step by its first letter: a user's function of steps."""
+    return [float(step[:1].lower() < "n") for step in steps]
+
+
+def make_process_rewards():
+    process = {
+        "function": "helpers.sharded_policies:score_letters",
+        "delimiter": "\ufffd",  # what a byte outside ASCII decodes to
+        "aggregate": "sum",
+    }
+    return RewardOrchestrator(
+        {"task": 1.0, "process": 0.5},
+        options=RewardSettings(process=process),
+        decode=make_tokenizer().decode,
+    )
+
+
 ROLLBACK = RollbackSettings(
     metric="reward/mean", margin=0.01, patience=1, window=1, max_rollbacks=1, cooldown=0
 )
@@ -201,6 +220,30 @@ def list_scenarios(process_group, folder, numbers):
     yield "inner rewards", lambda: run(of(rewards=make_inner_rewards()))
     lora = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     yield "policy adapters", lambda: run(of(model=make_model(lora=lora), learning_rate=5e-2))
+    stepped = {
+        "sampling": SamplingSettings(max_completion_tokens=12, max_turns=3),
+        "replay": ReplaySettings(),
+    }
+
+    def train_on_steps(iterations=4, folder_of_run=None, **options):
+        torch.manual_seed(5)  # of the adapter's A
+        trainer = of(
+            model=with_adapter(make_model(), lora),
+            environment=Walk(),
+            rewards=make_process_rewards(),
+            learning_rate=5e-2,
+            **{"importance": "token", **stepped, **options},
+        )
+        return numbers(trainer, process_group, folder=folder_of_run, iterations=iterations)
+
+    yield "process rewards", train_on_steps
+    critic = {"algorithm": "ppo", "critic": CriticSettings(kind="separate"), "importance": "vtrace"}
+    yield "process rewards, ppo", lambda: train_on_steps(**critic)
+    steps_folder = ours / "process rewards"
+    saved = {"checkpoint_every": 2}
+    yield "cut process rewards", lambda: train_on_steps(2, steps_folder, **saved)
+    yield "rest process rewards", lambda: train_on_steps(5, steps_folder, **saved)
+    yield "whole process rewards", lambda: train_on_steps(5, **saved)
     noisy = dataclasses.replace(lora, dropout=0.3)
     yield (
         "dropout",

@@ -31,7 +31,7 @@ from rl_core.settings import LoraSettings, PreferenceSettings, RewardModelSettin
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.preference import PreferenceTrainer
-from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer, SteppedRow, StepRewardTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training import sharded_step
 from rl_core.training.loop import run_loop
@@ -61,6 +61,11 @@ LONG = {
     "ppo separate",
     "ppo shared",
     "policy adapters",
+    "process rewards",
+    "process rewards, ppo",
+    "cut process rewards",
+    "rest process rewards",
+    "whole process rewards",
     "thoughts adapters",
     "by layer other backend",
     "by layer recomputed",
@@ -102,6 +107,22 @@ def make_reward_trainer(process_group, **changes):
     settings = RewardModelSettings(**{**OPTIONS, "micro_batch_tokens": 40, **changes})
     model = make_model(LlamaForSequenceClassification)
     return RewardModelTrainer(model, PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group)
+
+
+def make_step_trainer(process_group, **changes):
+    def rows(count, seed):
+        return [
+            SteppedRow(
+                [*ids, 9], tuple((end, float(ids[end] % 2)) for end in range(1, len(ids), 2))
+            )
+            for ids in draw_ids(count, seed)
+        ]
+
+    settings = RewardModelSettings(
+        **{**OPTIONS, "micro_batch_tokens": 40, "loss": "process", **changes}
+    )
+    model = make_model(LlamaForSequenceClassification)
+    return StepRewardTrainer(model, PAD, rows(11, 0), rows(5, 1), settings, 7, process_group)
 
 
 def make_preference_trainer(process_group, **changes):
@@ -211,6 +232,7 @@ def list_scenarios(process_group, folder):
     best = {"best_metric": "eval/loss", "larger_is_better": False}
     yield "sft", lambda: collect_numbers(make_sft_trainer(process_group), process_group)
     yield "reward_model", lambda: collect_numbers(make_reward_trainer(process_group), process_group)
+    yield "step_reward", lambda: collect_numbers(make_step_trainer(process_group), process_group)
     yield (
         "preference",
         lambda: collect_numbers(make_preference_trainer(process_group), process_group),

@@ -32,6 +32,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dpo": dict(loss="dpo"),
     "ipo": dict(loss="ipo"),
 }
+DISTILLATIONS: dict[str, dict[str, Any]] = {  # settings of `DistillationSettings`
+    "distillation": dict(),
+    "self-distillation": dict(self_teacher=dict(weights="ema")),  # with the answer in its prompt
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "ppo, limits bootstrapped": dict(
         algorithm="ppo", critic=dict(learning_rate=1e-3, bootstrap_limits=True)
@@ -98,7 +102,10 @@ def list_jobs(seeds: int, parts: list[str]) -> list[Job]:
     jobs: list[Job] = []
     for seed in range(seeds):
         if "algorithms" in parts:
-            jobs += [Job(name, seed, "algorithms", options) for name, options in ALGORITHMS.items()]
+            jobs += [
+                Job(name, seed, "algorithms", options)
+                for name, options in (ALGORITHMS | DISTILLATIONS).items()
+            ]
         if "variants" in parts:
             jobs += [Job(name, seed, "variants", options) for name, options in VARIANTS.items()]
         if "staleness" in parts:

@@ -12,6 +12,7 @@ from learning_runs.jobs import (
     BATCH,
     CRITIC_LAGS,
     CRITIC_WEIGHTS,
+    DISTILLATIONS,
     GROUPS,
     LAGS,
     SCHEDULES,
@@ -58,7 +59,7 @@ def write_report(output: Path, seeds: int, episodes: int) -> None:
         "|---|---|---|---|---|---|",
         f"| SFT (the start) | {format_rate(sft)} | {format_percentages(results['sft'])} | | | |",
     ]
-    recipes = ALGORITHMS | VARIANTS
+    recipes = ALGORITHMS | DISTILLATIONS | VARIANTS
     names = sorted(
         (n for n in recipes if n in results), key=lambda n: -estimate_rate(results[n]).rate
     )

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from learning_runs.jobs import BATCH, COMMON, Job
+from learning_runs.jobs import ALGORITHMS, BATCH, COMMON, DISTILLATIONS, Job
 
 CURVE_EPISODES, CURVE_POINTS = 200, 7
+TEACHER_SEED = 100
 
 
 def build_stages(schedule: list[dict[str, Any]], iterations: int) -> tuple[Any, ...]:
@@ -43,6 +44,18 @@ def train_sft_model(config: str, output: Path, threads: int, changes: list[str])
         for name in ("reward_model", "policy", "evaluate", "analyze", "promote")
     ]
     return Path(run_pipeline(load_settings(config, overrides), quiet=True).results["sft"].model)
+
+
+def train_teacher(config: str, model: str, output: Path, episodes: int) -> str:
+    """Train the teacher of the distillation, GRPO from the same SFT model with another seed; return its folder."""
+    folder = output / "teacher"
+    if not folder.is_dir():
+        os.environ["OMP_NUM_THREADS"] = "1"
+        logging.disable(logging.WARNING)
+        bench = Bench(config, model)
+        train(bench, Job("grpo", TEACHER_SEED, "algorithms", ALGORITHMS["grpo"]), episodes)
+        bench.policy.save(folder)
+    return str(folder)
 
 
 class Bench:
@@ -119,8 +132,8 @@ class LaggedBackend:
         self._backend.run_sequences(sequences, sampling)
 
 
-def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
-    """Train one run; return its curve, its final successes, its seconds."""
+def build_policy_trainer(bench: Bench, job: Job, iterations: int) -> Any:
+    """Build the trainer of a policy-gradient run."""
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import (
         CriticSettings,
@@ -137,12 +150,11 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
         options["replay"] = ReplaySettings(**options["replay"])
     if isinstance(control := options.get("learning_rate_control"), dict):
         options["learning_rate_control"] = LearningRateControlSettings(**control)
-    iterations = episodes // BATCH
     if "schedule" in options:
         options["curriculum"] = build_stages(options.pop("schedule"), iterations)
     settings = PolicySettings(**options, iterations=iterations, sampling=bench.sampling)
     backend = LaggedBackend(bench, job.lag) if job.lag else bench.policy.backend()
-    trainer = PolicyGradientTrainer(
+    return PolicyGradientTrainer(
         bench.policy.model,
         None,
         bench.policy.renderer,
@@ -152,6 +164,31 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
         RewardOrchestrator({"task": 1.0}),
         backend,
     )
+
+
+def build_distillation_trainer(bench: Bench, job: Job, iterations: int, teacher: str) -> Any:
+    """Build the trainer of a distillation, with as many rollouts an iteration as the others."""
+    from rl_core.api.recipes.policy_gradient import build_distillation_recipe, load_teacher
+    from rl_core.settings import DistillationSettings, SelfTeacherSettings
+
+    options = {**COMMON, **job.settings}
+    if isinstance(options.get("self_teacher"), dict):
+        options["self_teacher"] = SelfTeacherSettings(**options["self_teacher"])
+    settings = DistillationSettings(**options, iterations=iterations, sampling=bench.sampling)
+    loaded = None
+    if settings.self_teacher is None:
+        loaded = load_teacher(settings.teacher, bench.policy, teacher)
+    recipe = build_distillation_recipe(bench.policy, loaded, bench.environment, settings, job.seed)
+    return recipe.trainer
+
+
+def train(bench: Bench, job: Job, episodes: int, teacher: str = "") -> dict[str, Any]:
+    """Train one run; return its curve, its final successes, its seconds."""
+    iterations = episodes // BATCH
+    if job.name in DISTILLATIONS:
+        trainer = build_distillation_trainer(bench, job, iterations, teacher)
+    else:
+        trainer = build_policy_trainer(bench, job, iterations)
     curve = [(0, statistics.fmean(bench.measure_success(bench.validation, job.seed)))]
     seconds, weights, best, worse = 0.0, None, curve[0][1], 0
     every = max(1, iterations // CURVE_POINTS)
@@ -254,7 +291,7 @@ def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     }
 
 
-def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
+def run_job(config: str, model: str, teacher: str, job: Job, episodes: int, path: str) -> str:
     """Run a job in a separate process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     logging.disable(logging.WARNING)
@@ -266,7 +303,8 @@ def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
     elif "loss" in job.settings:
         result = train_pairs(bench, job, episodes)
     else:
-        result = train(bench, job, 2 * episodes if job.part == "stopping" else episodes)
+        budget = 2 * episodes if job.part == "stopping" else episodes
+        result = train(bench, job, budget, teacher)
     result["success"] = bench.measure_success(bench.reported, 1000 + job.seed)
     result["levels"] = [request.level for request in bench.reported]
     Path(path).write_text(json.dumps(result))

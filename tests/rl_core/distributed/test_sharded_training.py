@@ -56,13 +56,23 @@ def assert_same_results(result, expected, tolerance):
     assert result["weights"] == pytest.approx(expected["weights"], rel=tolerance)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward_model", "preference", "extras", "adapters"])
+@pytest.mark.parametrize(
+    "stage", ["sft", "reward_model", "step_reward", "preference", "extras", "adapters"]
+)
 def test_two_processes_give_the_numbers_of_one(results, stage):
     assert_same_results(results["0"][stage], results["alone"][stage], 1e-5)
     assert len(results["alone"][stage]["metrics"]) > 20
 
 
-POLICIES = ["grpo", "limited", "inner rewards", "dropout", "thoughts", "whole policy"]
+POLICIES = [
+    "grpo",
+    "limited",
+    "inner rewards",
+    "dropout",
+    "thoughts",
+    "process rewards",
+    "whole policy",
+]
 FURTHER_POLICIES = [
     "thoughts adapters",
     "custom functions",
@@ -78,6 +88,8 @@ FURTHER_POLICIES = [
     "ppo separate",
     "ppo shared",
     "policy adapters",
+    "process rewards",
+    "process rewards, ppo",
 ]
 
 
@@ -155,7 +167,15 @@ def test_muon_and_low_precision_are_near(results):
     assert_same_results(results["0"]["bfloat16"], results["alone"]["bfloat16"], 2e-2)
 
 
-@pytest.mark.parametrize("run", ["plain", pytest.param("muon", marks=slow), "policy"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        "plain",
+        pytest.param("muon", marks=slow),
+        pytest.param("process rewards", marks=slow),
+        "policy",
+    ],
+)
 def test_resume_is_exact_to_the_bit(results, run):
     uninterrupted, interrupted, resumed = (
         results["0"][f"{name} {run}"] for name in ("whole", "cut", "rest")
