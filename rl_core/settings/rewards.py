@@ -171,6 +171,12 @@ class JudgeSettings(Settings):
         ge=1,
         doc="samples that each sample is compared with, rounded up to an even number (pairwise); default: all others",
     )
+    structured: bool = setting(
+        False,
+        doc="the reply is the verdict alone, a JSON object of a fixed form (response_format of the server; in this "
+        "process by the package llguidance): short, and never without a verdict, but also without reasons; a ranking "
+        "is then by grades from 0 to 100",
+    )
     max_calls: int | None = setting(
         None,
         ge=1,
@@ -261,6 +267,10 @@ class JudgeSettings(Settings):
                 )
         if self.min_agreement and self.labels is None:
             raise SettingsError("min_agreement: needs labels, a file of human labels")
+        if self.structured and self.pattern != DEFAULT_SCORE_PATTERN:
+            raise SettingsError(
+                "pattern: not used with structured, whose reply has a fixed form; remove one"
+            )
         self._check_pattern()
 
     def _check_pattern(self) -> None:

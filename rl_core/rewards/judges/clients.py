@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -13,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from rl_core.data.chat import ChatRenderer
@@ -29,6 +30,11 @@ from rl_core.storage.atomic_files import make_folder, resolve_cache_folder, writ
 from rl_core.storage.manifest import digest_folder
 from rl_core.types import Message
 
+if TYPE_CHECKING:
+    from rl_core.chat.grammars import GrammarCompiler
+    from rl_core.inference.serving_requests import AnswerSequence
+    from rl_core.inference.token_rules import TokenRules
+
 logger = logging.getLogger(__name__)
 
 ReadVerdict = Callable[[str], Any]
@@ -41,6 +47,7 @@ class JudgeQuestion:
 
     messages: list[Message]
     read: ReadVerdict
+    schema: Mapping[str, Any] | None = None  # JSON schema of the whole reply; None = any text
 
 
 class CallBudget:
@@ -114,7 +121,7 @@ class JudgeClient(ABC):
         )
 
     @abstractmethod
-    def describe_request(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def describe_request(self, question: JudgeQuestion) -> dict[str, Any]:
         """Return all that a reply depends on."""
 
     @abstractmethod
@@ -128,7 +135,7 @@ class JudgeClient(ABC):
 
     def compute_key(self, question: JudgeQuestion) -> str:
         """Compute the digest of a question."""
-        request = self.describe_request(question.messages)
+        request = self.describe_request(question)
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
 
@@ -149,15 +156,21 @@ class ServerClient(JudgeClient):
             )
         self._url = build_openai_address(settings.url, "chat/completions")
 
-    def describe_request(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def describe_request(self, question: JudgeQuestion) -> dict[str, Any]:
         """Return address and body of the request."""
-        return {
+        request = {
             "url": self._url,
             "model": self.settings.model,
-            "messages": list(messages),
+            "messages": list(question.messages),
             "max_tokens": self.settings.max_tokens,
             "temperature": self.settings.temperature,
         }
+        if question.schema is not None:
+            request["response_format"] = {
+                "type": "json_schema",
+                "json_schema": {"name": "verdict", "strict": True, "schema": question.schema},
+            }
+        return request
 
     def request_verdicts(
         self, questions: Mapping[str, JudgeQuestion]
@@ -187,7 +200,7 @@ class ServerClient(JudgeClient):
             reply, finish_reason = read_reply(answer)
             return reply, finish_reason, question.read(reply)
 
-        body = self.describe_request(question.messages)
+        body = self.describe_request(question)
         del body["url"]
         reply, finish_reason, verdict = post_adapted(
             self._url,
@@ -224,24 +237,33 @@ class LocalClient(JudgeClient):
     """
 
     def __init__(self, settings: JudgeSettings) -> None:
-        """Prepare; nothing is loaded yet."""
+        """Prepare; nothing is loaded yet. Raises: SettingsError without the package that `structured` needs."""
         super().__init__(settings)
         assert settings.path is not None
         self._path = settings.path
         self._loaded: tuple[Any, ChatRenderer] | None = None
         self._weights = ""  # digest of the folder
+        self._grammars: GrammarCompiler | None = None
+        if settings.structured and importlib.util.find_spec("llguidance") is None:
+            raise SettingsError(
+                "reward_options.judge.structured: replies are restricted by the package 'llguidance', which is not "
+                "installed; install it with: python -m posttrain.install --extras structured"
+            )
 
-    def describe_request(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def describe_request(self, question: JudgeQuestion) -> dict[str, Any]:
         """Return the digest of the model, messages and sampling."""
         if not self._weights:
             source = _resolve_judge_folder(self._path)
             self._weights = digest_folder(source) if Path(source).is_dir() else f"hub {source}"
-        return {
+        request = {
             "weights": self._weights,
-            "messages": list(messages),
+            "messages": list(question.messages),
             "max_tokens": self.settings.max_tokens,
             "temperature": self.settings.temperature,
         }
+        if question.schema is not None:
+            request["schema"] = question.schema
+        return request
 
     def request_verdicts(
         self, questions: Mapping[str, JudgeQuestion]
@@ -285,7 +307,10 @@ class LocalClient(JudgeClient):
                     continue
                 self.budget.spend_call()
                 sequences[key] = AnswerSequence(prompt_ids, int(key[:15], 16))
-            if sequences:
+            if settings.structured:
+                rules = [self._compile_rules(questions[key], renderer) for key in sequences]
+                _run_with_rules(backend, list(sequences.values()), rules, sampling, limit)
+            elif sequences:
                 backend.run_sequences(list(sequences.values()), sampling)
             for key, sequence in sequences.items():
                 if sequence.hit_limit:
@@ -300,6 +325,26 @@ class LocalClient(JudgeClient):
                 self.cache.write_reply(key, reply, "stop")
                 yield key, verdict, ""
 
+    def _compile_rules(self, question: JudgeQuestion, renderer: ChatRenderer) -> TokenRules:
+        """Compile the grammar of a reply. Raises: RewardError for a tokenizer or schema that is not supported."""
+        from rl_core.chat.answer_rules import ChatRequestError
+        from rl_core.chat.grammars import GrammarCompiler
+        from rl_core.inference.token_rules import TokenRules
+
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                renderer.tokenizer,
+                sorted(renderer.eos_ids),
+                opens_thought=bool(renderer.opened_thought),
+            )
+        try:
+            grammar = self._grammars.compile_answer(
+                question.schema, {}, is_tagged=False, param="reward_options.judge.structured"
+            )
+        except ChatRequestError as error:
+            raise RewardError(str(error)) from error
+        return TokenRules(grammar)
+
     def _load_model(self) -> tuple[Any, ChatRenderer]:
         """Load model and tokenizer once; weights are shared with other frozen models of this process."""
         from rl_core.references.pool import get_frozen_models
@@ -310,6 +355,45 @@ class LocalClient(JudgeClient):
             tokenizer = causal_lm.load_tokenizer(source, settings)
             self._loaded = model, ChatRenderer(tokenizer, settings)
         return self._loaded
+
+
+def _run_with_rules(
+    backend: Any,
+    sequences: Sequence[AnswerSequence],
+    rules: Sequence[TokenRules],
+    sampling: SamplingSettings,
+    context: int,
+) -> None:
+    """Answer prompts whose replies follow rules. Raises: RulesFailed, errors of the engine."""
+    from rl_core.inference.continuous_batching import ContinuousBatcher
+    from rl_core.inference.engine import Engine
+    from rl_core.inference.fallback_batching import FallbackBatcher
+    from rl_core.inference.server_loop import ServerLoop, ServerLoopLimits
+    from rl_core.inference.serving_requests import RequestSlots, ServedRequest
+
+    batcher: Any = ContinuousBatcher if isinstance(backend, Engine) else FallbackBatcher
+    opened: list[RequestSlots] = []
+
+    def open_slots(wake: Callable[[], None]) -> RequestSlots:
+        options = backend.build_request_options()
+        opened.append(batcher(**options, slots=sampling.slots, context=context, wake=wake))
+        return opened[-1]
+
+    loop = ServerLoop(open_slots, 0, lambda events: None, ServerLoopLimits(max_waiting=2**31))
+    requests = [
+        ServedRequest(sequence, sampling, rules=rule)
+        for sequence, rule in zip(sequences, rules, strict=True)
+    ]
+    try:
+        loop.submit_requests(requests)
+        while loop.step():
+            pass
+    finally:
+        for slots in opened:
+            slots.release_memory()
+    for request in requests:
+        if request.error is not None:
+            raise request.error
 
 
 def _resolve_judge_folder(path: str) -> str | Path:

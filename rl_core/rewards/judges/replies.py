@@ -143,6 +143,17 @@ def read_ranking(reply: str, size: int) -> list[int]:
     return [ranks[number] for number in range(1, size + 1)]
 
 
+def read_grades(reply: str, size: int) -> list[int]:
+    """Return the rank of each of `size` answers, 0 = best, equal = tied, from a JSON object of their grades.
+
+    Raises: ValueError unless each answer, named by its number from 1, has a grade.
+    """
+    names = [str(number) for number in range(1, size + 1)]
+    verdict = _read_last_object(reply, lambda keys: keys >= set(names))
+    grades = [_read_number(verdict[name], f"answer {name}") for name in names]
+    return [sum(other > grade for other in set(grades)) for grade in grades]
+
+
 def read_choice(reply: str) -> float:
     """Return 1 if answer A is better, 0 if B is, 0.5 for a tie: the last 'better: A', after the thought.
 

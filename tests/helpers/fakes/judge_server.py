@@ -69,6 +69,7 @@ class JudgeServer(ThreadingHTTPServer):
             prompt, self.grade, self.accuracy, self.favours_first
         )
         self.prompts: list[str] = []
+        self.watch: Callable[[dict[str, object]], None] = lambda body: None  # of each request
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -78,6 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.watch(body)
         prompt = body["messages"][-1]["content"]
         self.server.prompts.append(prompt)
         choice = {"message": {"content": self.server.reply(prompt)}, "finish_reason": "stop"}
