@@ -307,7 +307,7 @@ class LocalClient(JudgeClient):
                     continue
                 self.budget.spend_call()
                 sequences[key] = AnswerSequence(prompt_ids, int(key[:15], 16))
-            if settings.structured:
+            if sequences and settings.structured:
                 rules = [self._compile_rules(questions[key], renderer) for key in sequences]
                 _run_with_rules(backend, list(sequences.values()), rules, sampling, limit)
             elif sequences:
