@@ -153,7 +153,8 @@ def test_a_column_named_file_does_not_hide_the_file_of_the_task(tmp_path, policy
 
 def test_a_long_word_in_a_command_is_no_path():
     code = "print(1) # " + "x" * 300
-    make_environment("agent", {"command": f"python -c '{code}'", "tasks": ["a"], "heldout": 0})
+    options = {"command": f"python -c '{code}'", "tasks": ["a"], "heldout": 0}
+    assert make_environment("agent", options).levels == ("all",)
 
 
 def test_a_function_reaches_the_policy_with_a_client_that_obeys_proxies(policy, monkeypatch):
