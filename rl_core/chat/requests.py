@@ -94,11 +94,14 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     Raises: ChatRequestError that names the field.
     """
     try:
-        parameters = json.loads(body.decode("utf-8"))
+        text = body.decode("utf-8")
+        parameters = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ChatRequestError(f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(parameters, dict):
         raise ChatRequestError("the body must be a JSON object")
+    if "\\u" in text:
+        _refuse_surrogates(parameters)
     fields = _Fields(drop_ineffective_parameters(parameters))
     rules = parse_answer_rules(fields.values)
     tools = [_parse_tool(tool) for tool in fields.read_list("tools", MAX_TOOLS)]
@@ -125,6 +128,14 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         min_p=fields.read_share("min_p"),
         rules=rules,
     )
+
+
+def _refuse_surrogates(parameters: dict[str, Any]) -> None:
+    try:
+        json.dumps(parameters, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ChatRequestError(f"the body holds half of a surrogate pair ({half})") from None
 
 
 class _Fields:

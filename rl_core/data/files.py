@@ -378,17 +378,22 @@ def _build_unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def refuse_unstorable(
-    value: object, path: str, depth: int = MAX_DEPTH, surrogates: bool = True
+    value: object,
+    path: str,
+    depth: int = MAX_DEPTH,
+    surrogates: bool = True,
+    numbers: bool = True,
 ) -> None:
     """Raise for values that Python takes and JSON or UTF-8 has not, and for nesting that ends recursive writers.
 
-    NaN and Infinity (and 1e999); halves of surrogate pairs, unless the caller knows that there are none.
+    NaN and Infinity (and 1e999), unless `numbers` is False; halves of surrogate pairs, unless the caller knows that
+    there are none.
     """
     if isinstance(value, str):
         if surrogates:
             _refuse_surrogate(value, path)
         return
-    if isinstance(value, float) and not math.isfinite(value):
+    if numbers and isinstance(value, float) and not math.isfinite(value):
         raise BadRow(path, f"{value} is not a valid JSON number")
     if not isinstance(value, (dict, list, Mapping)):
         return
@@ -400,10 +405,11 @@ def refuse_unstorable(
         for name, item in value.items():
             if surrogates:
                 _refuse_surrogate(str(name), path)
-            refuse_unstorable(item, f"{path}.{name}" if path else str(name), depth - 1, surrogates)
+            place = f"{path}.{name}" if path else str(name)
+            refuse_unstorable(item, place, depth - 1, surrogates, numbers)
     else:
         for index, item in enumerate(value):
-            refuse_unstorable(item, f"{path}[{index}]", depth - 1, surrogates)
+            refuse_unstorable(item, f"{path}[{index}]", depth - 1, surrogates, numbers)
 
 
 def _refuse_surrogate(text: str, place: str) -> None:

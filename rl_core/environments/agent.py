@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.data.files import BadRow, iter_table_rows, read_rows
+import numpy as np
+
+from rl_core.data.files import BadRow, iter_table_rows, read_rows, refuse_unstorable
 from rl_core.environments.agent_process import (
     AgentCommand,
     AgentFolder,
@@ -449,7 +451,8 @@ class Agent(Environment):
             )
         except CallTimeout as error:
             raise RewardError(str(error)) from error
-        except (Exception, SystemExit) as error:
+        # a reward must not end the run; CancelledError is no Exception
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             raise RewardError(f"{label}: {type(error).__name__}: {error}") from error
 
     def _read_score(self, value: Any, source: str) -> AgentScore:
@@ -463,6 +466,10 @@ class Agent(Environment):
         if reward is None:
             raise RewardError(
                 f"{source} gave {value!r:.100} as the reward; a finite number is needed, or {{'reward': number}}"
+            )
+        if success is not None and not _is_truth_value(success):
+            raise RewardError(
+                f"{source} gave {success!r:.100} as the success; true or false is needed"
             )
         is_success = reward >= self._success_at if success is None else bool(success)
         return AgentScore(reward, is_success if self._requires_reward else None, info)
@@ -492,6 +499,11 @@ def _call_maybe_async(function: Callable[..., Any], *arguments: Any) -> Any:
         return await value
 
     return asyncio.run(wait_for_value())
+
+
+def _is_truth_value(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and value in (0, 1)
+    return is_number or isinstance(value, np.bool_)
 
 
 def _find_printed_score(stdout: str) -> Any:
@@ -555,7 +567,12 @@ def _read_tasks(source: Any, key: str) -> list[dict[str, Any]]:
             task = {"prompt": row} if isinstance(row, str) else row
             if not isinstance(task, Mapping):
                 raise DataError(f"{key}: row {index} is a {type(row).__name__}, not an object")
-            rows.append({str(name): value for name, value in task.items()})
+            row = {str(name): value for name, value in task.items()}
+            try:
+                refuse_unstorable(row, "", numbers=False)
+            except BadRow as error:
+                raise DataError(f"{key}: row {index}: {error}") from None
+            rows.append(row)
     if not rows:
         raise DataError(f"{key}: there is no task")
     return rows

@@ -7,6 +7,7 @@ Standard library only, without imports from this package, so that it starts in m
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import json
@@ -51,7 +52,12 @@ def _fork_and_exit_with_child() -> None:
     pid = os.fork()
     if pid == 0:
         return
-    signal.signal(signal.SIGTERM, lambda number, frame: os.kill(pid, number))
+
+    def pass_on(number: int, frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(pid, number)
+
+    signal.signal(signal.SIGTERM, pass_on)
     ended, status = os.wait()
     while ended != pid:
         ended, status = os.wait()

@@ -28,7 +28,13 @@ from rl_core.environments.subprocess_host import (
 )
 from rl_core.errors import SettingsError
 from rl_core.json_client import LOOPBACK_HOSTS
-from rl_core.processes.children import kill_group, signal_group, start_child, wait_or_kill
+from rl_core.processes.children import (
+    KEEPER_SCRIPT,
+    kill_group,
+    signal_group,
+    start_child,
+    wait_or_kill,
+)
 from rl_core.storage.atomic_files import open_log_file
 from rl_core.storage.session_resources import (
     AGENT_PREFIX,
@@ -41,7 +47,8 @@ logger = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("agent_child.py")
 _POLL_S = 0.2  # between checks of the limits
 _MEMORY_POLL_S = 1.0  # between measurements of memory
-_GRACE_S = 1.0  # for an agent to end after SIGTERM
+_SOFT_S, _GRACE_S = 0.2, 1.0  # from SIGTERM to an agent to that to its processes, and to SIGKILL
+_KEEPER_S = 3.0  # for a keeper to end what ignored SIGTERM
 MAX_OUTPUT = 2**20  # characters of stdout and stderr that are read, from the end
 _MAX_VARIABLE = 100_000  # bytes of one environment variable; Linux allows 131,072
 # Environment variables passed to an agent: no tokens, keys, server addresses or folders.
@@ -60,14 +67,14 @@ def resolve_command(command: str) -> list[str]:
         raise SettingsError(f"options.command: {command!r}: {error}") from None
     if not words:
         raise SettingsError("options.command: is empty")
-    words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in words]
+    words = [str(Path(word).absolute()) if os.path.isfile(word) else word for word in words]
     if shutil.which(words[0], path=build_program_path()) is None:
         raise SettingsError(
             f"options.command: there is no program '{words[0]}', neither in the current folder nor on PATH"
         )
     is_python = re.fullmatch(r"python[\d.]*", Path(words[0]).name) is not None
     scripts = words[1:2] if is_python else []
-    if scripts and scripts[0].endswith(".py") and not Path(scripts[0]).is_file():
+    if scripts and scripts[0].endswith(".py") and not os.path.isfile(scripts[0]):
         raise SettingsError(
             f"options.command: no such file: {Path(scripts[0]).absolute()}; paths are relative to the folder in "
             "which posttrain is run"
@@ -86,8 +93,9 @@ def build_task_variables(task: Mapping[str, Any]) -> dict[str, str]:
     variables = {"TASK": json.dumps(task, ensure_ascii=False, default=str)}
     for name, value in task.items():
         if isinstance(value, str | int | float):
-            key = re.sub(r"\W", "_", str(name), flags=re.ASCII).upper()
-            variables[f"TASK_{key}"] = str(value)
+            key = "TASK_" + re.sub(r"\W", "_", str(name), flags=re.ASCII).upper()
+            if key != "TASK_FILE":  # names task.json
+                variables[key] = str(value)
     return {
         name: value
         for name, value in variables.items()
@@ -169,6 +177,9 @@ class AgentCommand:
         self.words = resolve_command(command)
         self._memory_bytes, self._has_sandbox = memory_gib * 2**30, sandbox
         self._readable, self._variables = list(readable), (*_VARIABLES, *variables)
+        self._needs_keeper = (
+            True  # False = the sandbox ends all processes, as an earlier episode reported
+        )
         for path in self._readable:
             if not Path(path).exists():
                 raise SettingsError(f"options.readable: {path} does not exist")
@@ -191,7 +202,12 @@ class AgentCommand:
             "report": str(folder.report),
             "sandbox": self._build_sandbox_options(folder) if self._has_sandbox else None,
         }
-        child = [sys.executable, "-I", "-S", str(_CHILD), json.dumps(options), *self.words]
+        python = [sys.executable, "-I", "-S"]
+        child = [*python, str(_CHILD), json.dumps(options), *self.words]
+        has_keeper = self._needs_keeper
+        if has_keeper:
+            times = ["0", str(_SOFT_S), str(_GRACE_S)]
+            child = [*python, str(KEEPER_SCRIPT), str(os.getpid()), *times, *child]
         with open_log_file(folder.stdout) as stdout, open_log_file(folder.stderr) as stderr:
             process = start_child(
                 child,
@@ -199,17 +215,16 @@ class AgentCommand:
                 stderr=stderr.fileno(),
                 folder=folder.work,
                 environment=self._build_environment(folder, variables),
-                death_signal=signal.SIGKILL,
+                death_signal=signal.SIGTERM if has_keeper else signal.SIGKILL,
             )
         try:
             self._wait_for_end(process, find_exceeded_limit)
-        except AgentLimitExceeded:
-            signal_group(process, signal.SIGTERM)
-            wait_or_kill(process, _GRACE_S, whole_group=True)
-            raise
         finally:
+            if process.poll() is None:
+                signal_group(process, signal.SIGTERM)
+                wait_or_kill(process, _GRACE_S + has_keeper * _KEEPER_S, whole_group=True)
             kill_group(process)
-        self._warn_about_sandbox(folder)
+        self._read_sandbox_report(folder)
         return process.returncode
 
     def _wait_for_end(
@@ -257,10 +272,13 @@ class AgentCommand:
             "writable": [str(folder.work), str(folder.report)],
         }
 
-    def _warn_about_sandbox(self, folder: AgentFolder) -> None:
+    def _read_sandbox_report(self, folder: AgentFolder) -> None:
+        """Warn about missing parts of the sandbox, and note whether it ends all processes of an agent."""
         with contextlib.suppress(OSError, ValueError):
-            for part, reason in json.loads(folder.report.read_text()).items():
+            missing = json.loads(folder.report.read_text())
+            for part, reason in missing.items():
                 warn_about_missing_part(part, reason)
+            self._needs_keeper = "processes" in missing
 
 
 def describe_exit(code: int) -> str:

@@ -275,7 +275,8 @@ class UserReward(RewardComponent):
             raise _CallFailure(
                 f"did not return within {seconds:g} s (reward_options.timeout_s)"
             ) from error
-        except (Exception, SystemExit) as error:  # SystemExit: a reward must not end the run
+        # a reward must not end the run; CancelledError is no Exception
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
             raise _CallFailure(f"raised {type(error).__name__}: {error}") from error
 
     def _check_values(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:

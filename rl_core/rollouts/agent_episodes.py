@@ -25,6 +25,7 @@ from rl_core.inference.serving_requests import (
     RequestSlots,
 )
 from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.json_client import exempt_loopback_from_proxies
 from rl_core.rollouts.agent_recorder import AgentSession
 from rl_core.rollouts.agent_server import (
     AgentServer,
@@ -80,6 +81,7 @@ def play_agent_episodes(
     assert isinstance(backend, Engine | TransformersBackend)
     if not turns:
         return []
+    exempt_loopback_from_proxies()  # for clients of OpenAI's API within a function
     players = _Players(environment, renderer, turns, sampling, backend.max_length)
     slots = min(sampling.slots, _SLOTS_PER_AGENT * players.num_threads)
     batcher: Any = ContinuousBatcher if isinstance(backend, Engine) else FallbackBatcher

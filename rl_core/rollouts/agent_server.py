@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from rl_core.chat.prompts import ParsedAnswer
 from rl_core.chat.requests import ChatRequestError, parse_chat_request
@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_NAME = "policy"
 MAX_BODY_BYTES = 16 * 2**20
+_MAX_SKIPPED_BYTES = 2**30  # of a larger body
 _PATH = re.compile(r"/e/(\d+)(?:/v1)?/(chat/completions|reward|models(?:/[^/?]*)?)/?(?:\?.*)?")
 _READ_TIMEOUT_S = 3600.0  # for the rest of a request, and between two requests of a connection
 _POLL_S = 0.5  # between checks whether a waiting client has disconnected
@@ -297,18 +298,31 @@ class AgentHandler(BaseHTTPRequestHandler):
             length = int(self.headers.get("Content-Length") or 0)
         except ValueError:
             length = -1
-        if not 0 <= length <= MAX_BODY_BYTES:
+        if length < 0:
             self.close_connection = True
-            raise _Refused(413, f"a body has at most {MAX_BODY_BYTES} bytes")
+            raise _Refused(400, "Content-Length is no length")
+        if length > MAX_BODY_BYTES:
+            self._refuse_large_body(length)
         return self.rfile.read(length)
+
+    def _refuse_large_body(self, length: int) -> NoReturn:
+        """Refuse a body, after reading most of it: a client reads no response before it has sent all."""
+        self.close_connection = True
+        length = min(length, _MAX_SKIPPED_BYTES)
+        while length > 0 and (skipped := len(self.rfile.read(min(length, 2**20)))):
+            length -= skipped
+        raise _Refused(413, f"a body has at most {MAX_BODY_BYTES} bytes")
 
     def _read_chunks(self) -> bytes:
         body = bytearray()
         while True:
-            size = int(self.rfile.readline(1024).split(b";")[0], 16)
-            if len(body) + size > MAX_BODY_BYTES:
+            digits = self.rfile.readline(1024).split(b";")[0].strip()
+            if re.fullmatch(rb"[0-9a-fA-F]{1,16}", digits) is None:
                 self.close_connection = True
-                raise _Refused(413, f"a body has at most {MAX_BODY_BYTES} bytes")
+                raise _Refused(400, "a chunk of the body has no length")
+            size = int(digits, 16)
+            if len(body) + size > MAX_BODY_BYTES:
+                self._refuse_large_body(size)
             body += self.rfile.read(size)
             self.rfile.readline(1024)
             if not size:
