@@ -29,9 +29,7 @@ from flows.runtime.prefect_home import exempt_loopback_in_calls
 from flows.runtime.run_request import RunRequest
 from flows.runtime.run_summary import PipelineResult
 from rl_core.errors import SettingsError
-from rl_core.online.build_worker import SNAPSHOTS_FOLDER
 from rl_core.online.learning_folder import read_service_facts
-from rl_core.online.weight_snapshots import WeightSnapshots
 from rl_core.storage.faults import inject_fault
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.manifest import digest_file, read_manifest
@@ -84,6 +82,10 @@ class LiveSnapshot:
 
 def find_live_snapshot(root: Path, versions: list[ModelVersion]) -> LiveSnapshot | str:
     """Return the unregistered live snapshot of a folder's newest service, or the reason why there is none."""
+    # Imported here because both import torch, which the registration of the flow does not need.
+    from rl_core.online.build_worker import SNAPSHOTS_FOLDER
+    from rl_core.online.weight_snapshots import WeightSnapshots
+
     services = []
     for path in root.glob("*"):
         facts = read_service_facts(path)

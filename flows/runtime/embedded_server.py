@@ -90,7 +90,7 @@ def copy_cached_tables(home: Path, environment: Mapping[str, str] = os.environ) 
         return False
 
 
-def _prepare_database(home: Path, environment: Mapping[str, str]) -> None:
+def prepare_database(home: Path, environment: Mapping[str, str]) -> None:
     """Create the database of a home if it is missing, readable only by this user."""
     copy_cached_tables(home, environment)
     if not _uses_other_database(environment):
@@ -296,7 +296,7 @@ def prestart_embedded_server() -> None:
     if "prefect.settings" in sys.modules:
         return
     _refuse_full_disk(Path(home))
-    _prepare_database(Path(home), os.environ)
+    prepare_database(Path(home), os.environ)
     _prestarted_server = _EmbeddedServer(build_embedded_access(), Path(home))
     atexit.register(stop_embedded_server)
 
@@ -341,7 +341,7 @@ def start_embedded_server(while_starting: Callable[[], None] | None = None) -> N
     explicit = settings.to_environment_variables(exclude_unset=True)
     # A profile may name another database than that of the home.
     environment = {**os.environ, **explicit}
-    _prepare_database(settings.home, environment)
+    prepare_database(settings.home, environment)
     server = _prestarted_server or _EmbeddedServer(explicit, settings.home)
     _prestarted_server = None
     if while_starting is not None:

@@ -30,11 +30,21 @@ FlowT = TypeVar("FlowT")
 HEARTBEAT_SECONDS = 30  # Prefect's minimum; its default is 180
 
 
+def locate_prefect_home(output: Path) -> Path:
+    """Return the folder of Prefect's database for an output folder: PREFECT_HOME, else `prefect` in the output folder.
+
+    Every command uses it: a run, `posttrain ui` and `posttrain up` see the same runs.
+    """
+    home = os.environ.get("PREFECT_HOME")
+    return Path(home).expanduser().resolve() if home else output.resolve() / "prefect"
+
+
 def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
     """Build the environment variables for running Prefect without a separate server.
 
     Args:
-        output: the output folder, which then also holds Prefect's database; None = the user's Prefect home.
+        output: the output folder, which also holds Prefect's database unless PREFECT_HOME is set; None = Prefect's
+            settings name the home.
     """
     values = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -56,7 +66,7 @@ def build_prefect_environment(output: Path | None = None) -> dict[str, str]:
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
     if output is not None and not {"PREFECT_API_URL", "PREFECT_PROFILE"} & os.environ.keys():
-        values["PREFECT_HOME"] = str(output.resolve() / "prefect")
+        values["PREFECT_HOME"] = str(locate_prefect_home(output))
     return values
 
 
@@ -65,8 +75,11 @@ def set_prefect_environment(output: Path | None = None) -> None:
     exempt_loopback_from_proxies()
     for name, value in build_prefect_environment(output).items():
         os.environ.setdefault(name, value)
-    if output is not None:
-        make_folder(os.environ.get("PREFECT_HOME", output))
+    if output is not None and "PREFECT_HOME" in os.environ:
+        # Absolute, because servers start in another folder.
+        os.environ["PREFECT_HOME"] = str(make_folder(locate_prefect_home(output)))
+    elif output is not None:
+        make_folder(output)
 
 
 @contextlib.contextmanager

@@ -23,14 +23,14 @@ from types import FrameType, TracebackType
 from typing import Literal, get_args
 
 from flows.runtime import prefect_access
-from flows.runtime.embedded_server import locate_database
+from flows.runtime.embedded_server import build_migration_environment, prepare_database
 from flows.runtime.prefect_access import build_python_path
 from posttrain.cli import run_setup
 from posttrain.cli.arguments import add_config_argument, parse_port
 from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.json_client import find_health_problem
 from rl_core.processes.children import kill_group, signal_group, start_child
-from rl_core.storage.atomic_files import make_folder, protect_database
+from rl_core.storage.atomic_files import make_folder
 from tasks.mlflow_environment import build_server_options, record_served_page
 
 log = logging.getLogger(__name__)
@@ -315,7 +315,7 @@ class PageServers:
         return service
 
     def _start_prefect(self) -> PageServer:
-        from flows.runtime.prefect_home import build_prefect_environment
+        from flows.runtime.prefect_home import build_prefect_environment, locate_prefect_home
 
         external_url = os.environ.get("PREFECT_API_URL")
         if external_url:
@@ -324,11 +324,14 @@ class PageServers:
                 external_url.removesuffix("/").removesuffix("/api"),
                 notes=["(runs elsewhere)"],
             )
-        protect_database(locate_database(self.output / "prefect"))
+        home = locate_prefect_home(self.output)
+        prepare_database(home, os.environ)
+        migrations = build_migration_environment(home, os.environ)
         service = self._build_service("Prefect", "/api/health")
         port = self._ports["Prefect"]
         environment = {
             **build_prefect_environment(self.output),
+            **migrations,
             "PREFECT_CLI_PROMPT": "false",
             "PREFECT_UI_API_URL": f"{service.url}/api",
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
@@ -440,9 +443,13 @@ def _format_netloc(host: str, port: int) -> str:
 
 
 def _select_forced_variables(environment: dict[str, str]) -> dict[str, str]:
-    """Return the variables that override the user's: otherwise a page sends telemetry, prompts, or lets others in."""
+    """Return the variables that override the user's.
+
+    Otherwise a page sends telemetry, prompts, lets others in, or starts in another folder with a relative home.
+    """
     names = (
         "MLFLOW_DISABLE_TELEMETRY",
+        "PREFECT_HOME",
         "PREFECT_SERVER_ANALYTICS_ENABLED",
         "PREFECT_CLI_PROMPT",
         "PREFECT_UI_API_URL",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.runtime.prefect_access import build_python_path, load_or_create_password
+from flows.runtime.prefect_home import locate_prefect_home
 from posttrain.operations.connection import (
     check_mlflow_server,
     format_links,
@@ -32,6 +32,7 @@ from posttrain.operations.state import (
     StatePaths,
     SupervisorState,
     is_running,
+    read_last_options,
     read_state,
 )
 from posttrain.operations.supervisor import (
@@ -95,6 +96,7 @@ def start_servers(
     if option_values.get("deployments"):
         folder = _check_deployments_folder(Path(option_values["deployments"]))
         option_values = {**option_values, "deployments": folder}
+    _check_same_prefect_home(paths)
     if is_running(paths):
         _repair_servers(paths, option_values)
         return
@@ -138,14 +140,29 @@ def _print_started(state: SupervisorState, output: Path) -> None:
 
 def _check_same_database(paths: StatePaths, options: ServerOptions) -> None:
     """Refuse another database than that of the last start: the servers would come up empty. Raises: SettingsError."""
-    try:
-        last = str(json.loads(paths.last_options_file.read_text())["database"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if last != options.database:
+    last = read_last_options(paths).get("database")
+    if last is not None and last != options.database:
         raise SettingsError(
             f"--database: the servers of {paths.output} were last on {last}, not {options.database}; name the same "
             f"database (--database, or {DATABASE_VARIABLE}), or remove {paths.last_options_file} to start over"
+        )
+
+
+def _check_same_prefect_home(paths: StatePaths) -> None:
+    """Refuse another PREFECT_HOME than that of the last start on sqlite: Prefect would come up empty.
+
+    Raises: SettingsError.
+    """
+    last = read_last_options(paths)
+    home = str(locate_prefect_home(paths.output))
+    if last.get("database") == SQLITE and last["prefect_home"] != home:
+        default = str(paths.output / "prefect")
+        remedy = (
+            "unset it" if last["prefect_home"] == default else f"set it to {last['prefect_home']}"
+        )
+        raise SettingsError(
+            f"PREFECT_HOME: Prefect's database of {paths.output} was last in {last['prefect_home']}, not {home}; "
+            f"{remedy}, or remove {paths.last_options_file} to start over"
         )
 
 
@@ -336,7 +353,8 @@ def describe_status(output: Path) -> tuple[dict[str, Any], str, bool]:
         return *_describe_missing_state(paths), False
     are_all_up = state.phase == "up" and all(service.phase == "up" for service in state.services)
     is_good = are_all_up and not state.problem
-    locks = describe_sqlite_locks(output) if state.options.database == SQLITE else []
+    home = Path(read_last_options(paths).get("prefect_home", output / "prefect"))
+    locks = describe_sqlite_locks(output, home) if state.options.database == SQLITE else []
     text = format_status_table(state, output, auth=load_or_create_password(output))
     record = {**dataclasses.asdict(state), "locks": locks}
     return record, "\n".join([text, *locks]), is_good

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flows.runtime.embedded_server import locate_database
 from rl_core.errors import BackendError, SettingsError
 from rl_core.processes.children import START_LINE
 
@@ -182,12 +183,14 @@ def _create_database(cursor: Any, name: str, url: URL) -> None:
         ) from None
 
 
-def describe_sqlite_locks(output: Path, look_s: float = LOCK_LOOK_SECONDS) -> list[str]:
+def describe_sqlite_locks(
+    output: Path, prefect_home: Path, look_s: float = LOCK_LOOK_SECONDS
+) -> list[str]:
     """Describe what locks the sqlite files of an output folder, and what their servers logged about locks.
 
     Returns: one line each, then what to do; [] = nothing.
     """
-    files = (output / "prefect" / "prefect.db", output / "mlflow" / "mlflow.db")
+    files = (locate_database(prefect_home), output / "mlflow" / "mlflow.db")
     first = find_sqlite_writers(files)
     lines = []
     if first:

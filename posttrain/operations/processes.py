@@ -48,8 +48,8 @@ def describe_port_holder(port: int) -> str:
         try:
             process = psutil.Process(connection.pid)
             environment = process.environ()
-            if MARK_VARIABLE in environment and "PREFECT_HOME" in environment:
-                output = Path(environment["PREFECT_HOME"]).parent
+            if MARK_VARIABLE in environment and "PREFECT_PROFILES_PATH" in environment:
+                output = Path(environment["PREFECT_PROFILES_PATH"]).parents[1]
                 return f"process {connection.pid} (a server of `posttrain up` for {output})"
             command = " ".join(" ".join(process.cmdline()).split()) or "?"
         except psutil.Error:

@@ -8,6 +8,7 @@ unchanged, deployments and automations are matched by name.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.operations.connection import check_prefect_api, explain_known_error
 from posttrain.operations.services import GPU_LIMIT
 from rl_core.errors import DataError, PosttrainError, SettingsError
+from rl_core.json_client import find_health_problem
 from rl_core.storage.atomic_files import write_json_atomic
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 POOL_TYPE = "process"
 PAGE_SIZE = 200  # deployments of one request
+MLFLOW_START_SECONDS = 180.0
+DEPLOY_COMMAND = "deploy"  # instead of a request: run Prefect's command, in a child process
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ def count_gpus() -> int:
 
 def main() -> int:
     """Register and write the result. Return exit code 0, or 1 with the error in the result."""
+    if sys.argv[1] == DEPLOY_COMMAND:
+        return run_deploy_command(sys.argv[2:])
     request = RegistrationRequest(**json.loads(Path(sys.argv[1]).read_text()))
     result: dict[str, Any] = {
         "at": time.time(),
@@ -100,7 +106,15 @@ def _find_runs_page() -> str:
     from tasks.tracking import Tracking
 
     tracking = Tracking(None, Path.cwd())
-    return "" if tracking.store.is_local else tracking.find_newest_runs_url()
+    if tracking.store.is_local:
+        return ""
+    # At the first start MLflow may come up after Prefect.
+    deadline = time.monotonic() + MLFLOW_START_SECONDS
+    while find_health_problem(f"{tracking.store.uri.rstrip('/')}/health"):
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(0.5)
+    return tracking.find_newest_runs_url()
 
 
 async def _ensure_work_pool(client: PrefectClient, name: str, notes: list[str]) -> str:
@@ -207,9 +221,8 @@ def _deploy_all(path: Path, root: Path) -> list[str]:
     command = [
         sys.executable,
         "-m",
-        "prefect",
-        "--no-prompt",
-        "deploy",
+        "posttrain.operations.registration",
+        DEPLOY_COMMAND,
         "--prefect-file",
         str(path),
         "--all",
@@ -239,6 +252,37 @@ def _deploy_all(path: Path, root: Path) -> list[str]:
     raise DataError(
         f"{path}: deployment '{failed}': {reason}; the servers are up: correct it, then run `posttrain up` again"
     )
+
+
+def run_deploy_command(arguments: list[str]) -> int:
+    """Run `prefect deploy`, which builds the parameter schema of a flow once instead of three times.
+
+    The schemas of our forms are large: building them takes most of the command's time.
+    """
+    from prefect.utilities import callables
+
+    build_schema = callables.generate_parameter_schema
+    schemas: dict[object, Any] = {}
+
+    def build_schema_once(signature: inspect.Signature, docstrings: dict[str, str]) -> Any:
+        parameters = signature.parameters.values()
+        key = (
+            *(
+                (each.name, each.kind, repr(each.default), repr(each.annotation))
+                for each in parameters
+            ),
+            *sorted(docstrings.items()),
+        )
+        if key not in schemas:
+            schemas[key] = build_schema(signature, docstrings)
+        return schemas[key].model_copy(deep=True)
+
+    callables.generate_parameter_schema = build_schema_once
+    from prefect.cli import app
+
+    sys.argv = ["prefect", "--no-prompt", "deploy", *arguments]
+    app()
+    return 0
 
 
 def read_declared_names(path: Path) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.runtime.embedded_server import locate_database
+from flows.runtime.embedded_server import build_migration_environment, prepare_database
 from flows.runtime.prefect_access import (
     CLIENT_AUTH_VARIABLE,
     build_basic_auth_header,
@@ -17,12 +17,11 @@ from flows.runtime.prefect_access import (
     format_loopback_origins,
     load_or_create_password,
 )
-from flows.runtime.prefect_home import build_prefect_environment
+from flows.runtime.prefect_home import build_prefect_environment, locate_prefect_home
 from posttrain.operations.database import DatabaseAddresses
 from posttrain.operations.processes import HOST, MARK_VARIABLE, format_mark
 from posttrain.operations.state import ServerOptions
 from rl_core.json_client import RequestError, fetch_json, find_health_problem
-from rl_core.storage.atomic_files import protect_database
 from tasks.mlflow_environment import (
     build_default_uri,
     build_offline_environment,
@@ -96,7 +95,7 @@ def build_base_environment(output: Path, name: str) -> dict[str, str]:
         **build_prefect_environment(None),
         **build_offline_environment(),
         MARK_VARIABLE: format_mark(output, name),
-        "PREFECT_HOME": str(output / "prefect"),
+        "PREFECT_HOME": str(locate_prefect_home(output)),
         # Ignores the user's profile.
         "PREFECT_PROFILES_PATH": str(output / "prefect" / "profiles.toml"),
         "PREFECT_CLI_PROMPT": "false",
@@ -199,7 +198,9 @@ def _build_prefect_spec(
     if databases.prefect:
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = databases.prefect
     else:
-        protect_database(locate_database(output / "prefect"))  # a password guards what it holds
+        home = Path(environment["PREFECT_HOME"])
+        prepare_database(home, environment)
+        environment |= build_migration_environment(home, environment)
     command = (
         sys.executable,
         "-m",

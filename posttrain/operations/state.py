@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from posttrain.operations.processes import ProcessId
-from rl_core.storage.atomic_files import make_folder, write_text_unsynced
+from rl_core.storage.atomic_files import make_folder, write_json_atomic, write_text_unsynced
 
 VERSION = 1
 Phase = Literal["starting", "up", "stopping"]
@@ -169,3 +169,23 @@ def is_running(paths: StatePaths) -> bool:
         return True
     finally:
         os.close(descriptor)
+
+
+def write_last_options(paths: StatePaths, options: ServerOptions, prefect_home: Path) -> None:
+    """Write the options of a completed start, which the next start and `status` read."""
+    record = {**dataclasses.asdict(options), "prefect_home": str(prefect_home)}
+    write_json_atomic(paths.last_options_file, record)
+
+
+def read_last_options(paths: StatePaths) -> dict[str, Any]:
+    """Read the options of the last start; {} if there was none.
+
+    `prefect_home` is present from version 0.2 on; before, it was `prefect` in the output folder.
+    """
+    try:
+        record = json.loads(paths.last_options_file.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(record, dict):
+        return {}
+    return {"prefect_home": str(paths.output / "prefect"), **record}

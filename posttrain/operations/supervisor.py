@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -10,11 +11,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from flows.runtime.prefect_home import locate_prefect_home
 from flows.runtime.stopping import suspend_shutdown_bound
 from flows.runtime.terminal import StatusLine
 from posttrain.operations.connection import explain_known_error
@@ -39,6 +41,7 @@ from posttrain.operations.state import (
     ServiceState,
     StatePaths,
     SupervisorState,
+    write_last_options,
     write_state,
 )
 from rl_core.errors import BackendError, FolderBusy
@@ -144,6 +147,7 @@ class Supervisor:
         # Runs and services save before they end, which takes longer than other commands may.
         with (
             self._acquire_lock(),
+            self._hold_prefect_home(),
             suspend_shutdown_bound(),
             handle_signals(self._build_signal_handlers()),
         ):
@@ -161,6 +165,25 @@ class Supervisor:
         """Return the lock of the folder, which tolerates that `is_running` holds it briefly."""
         clear_leftovers(make_folder(self.paths.folder))
         return _RetryingLock(self.paths.lock_file)
+
+    @contextlib.contextmanager
+    def _hold_prefect_home(self) -> Iterator[None]:
+        """Hold a home outside the output folder, so that no other worker runs its deployments. Raises: FolderBusy."""
+        home = locate_prefect_home(self.output)
+        if home.is_relative_to(self.output):
+            yield
+            return
+        lock = FolderLock(make_folder(home) / "posttrain-up.lock")
+        try:
+            lock.__enter__()
+        except FolderBusy:
+            raise FolderBusy(
+                f"PREFECT_HOME: another `posttrain up` uses {home}; stop it, set another PREFECT_HOME, or unset it to "
+                f"have Prefect's database in {self.output}"
+            ) from None
+        with contextlib.ExitStack() as stack:
+            stack.push(lock.__exit__)
+            yield
 
     def _build_signal_handlers(self) -> dict[int, Callable[[int, FrameType | None], None]]:
         def stop(number: int, frame: FrameType | None) -> None:
@@ -197,21 +220,28 @@ class Supervisor:
         )
         progress = StartProgress(self._say, self._clock)
         try:
-            while not all(server.is_up for server in self.servers):
+            has_registered = False
+            while not (has_registered and self._registration is None and self._are_all_up()):
+                if not has_registered and self._can_register():
+                    has_registered = True
+                    self._start_registration()
                 self._step_servers()
                 progress.report_services(self.state.services)
                 for server in self.servers:
                     if server.state.restarts:
                         raise self._build_start_error(server)
-            write_json_atomic(self.paths.last_options_file, dataclasses.asdict(self.options))
-            self._start_registration()
-            while self._registration is not None:
-                self._step_servers()
-                progress.report_services(self.state.services)
+            write_last_options(self.paths, self.options, locate_prefect_home(self.output))
         finally:
             progress.clear_line()
         self.state.phase = "up"
         self._write_changed_state()
+
+    def _are_all_up(self) -> bool:
+        return all(server.is_up for server in self.servers)
+
+    def _can_register(self) -> bool:
+        """Return whether Prefect's server is up, which the registration calls; it does not wait for the others."""
+        return all(server.is_up for server in self.servers if server.service.name == "prefect")
 
     def _build_start_error(self, server: ManagedService) -> BackendError:
         tail = server.read_log_tail()

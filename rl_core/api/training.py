@@ -98,13 +98,27 @@ class ResumableTraining(Generic[TrainerT]):
     def __repr__(self) -> str:
         """Say in three lines what is trained, how far it is, and where its files are."""
         iteration = self.memory.state.iteration
-        progress = f"iteration {iteration} of {self.recipe.iterations}"
-        state = "not started" if not iteration else "ended" if self.outcome else "stopped"
+        state = "ended" if self.outcome else "stopped" if iteration else self._describe_folder()
         return (
             f"{self.name}: {type(self.trainer).__name__} with {type(self.settings).__name__}\n"
-            f"  {progress}, {state}\n"
+            f"  iteration {iteration} of {self.recipe.iterations}, {state}\n"
             f"  output: {self.output if self.output is not None else 'none (nothing is written)'}"
         )
+
+    def _describe_folder(self) -> str:
+        """Describe what the first `run` of this training starts from: nothing, or an earlier run in its output."""
+        if self.output is None:
+            return "not started"
+        try:
+            newest = CheckpointStore(self.output / CHECKPOINTS_FOLDER).describe_newest()
+        except OSError as error:
+            return f"not started; its output cannot be read: {error.strerror}"
+        if newest is None:
+            return "not started"
+        if (newest.iteration or 0) >= self.recipe.iterations:
+            return "not started; its output holds a finished run, which run() loads"
+        start = f"iteration {newest.iteration}" if newest.iteration else "a checkpoint"
+        return f"not started; its output holds a run, which run() resumes from {start}"
 
     if not TYPE_CHECKING:  # type checkers refuse unknown names themselves
 

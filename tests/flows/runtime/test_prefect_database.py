@@ -11,10 +11,10 @@ import pytest
 from helpers.prefect_tables import create_migrated_database, rows
 
 from flows.runtime.embedded_server import (
-    _prepare_database,
     build_migration_environment,
     cache_tables,
     copy_cached_tables,
+    prepare_database,
 )
 from rl_core.storage import atomic_files
 
@@ -137,18 +137,18 @@ def test_the_database_behind_the_password_is_this_users_alone(tmp_path, cache):
     """It was readable by everybody: with the cached tables, without them, and when Prefect created it."""
     previous = os.umask(0o022)
     try:
-        _prepare_database(tmp_path / "first", {})
+        prepare_database(tmp_path / "first", {})
         create_migrated_database(tmp_path / "one")
         (tmp_path / "one/prefect.db-wal").touch(0o644)
         assert cache_tables(tmp_path / "one", {})
         for home in ("one", "copied"):
-            _prepare_database(tmp_path / home, {})
+            prepare_database(tmp_path / home, {})
         with closing(sqlite3.connect(tmp_path / "first/prefect.db")) as database:
             database.execute("CREATE TABLE a (b)")  # an empty file becomes a database
-        _prepare_database(tmp_path / "elsewhere", {"PREFECT_SERVER_DATABASE_HOST": "db"})
+        prepare_database(tmp_path / "elsewhere", {"PREFECT_SERVER_DATABASE_HOST": "db"})
         shared = create_migrated_database(tmp_path / "shared")
         shared.chmod(0o664)
-        _prepare_database(tmp_path / "shared", {})
+        prepare_database(tmp_path / "shared", {})
     finally:
         os.umask(previous)
     for home in ("first", "one", "copied"):

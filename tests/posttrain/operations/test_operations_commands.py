@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from helpers.prefect_tables import create_migrated_database
 from helpers.waiting import wait_for
 
+from flows.runtime.embedded_server import cache_tables
+from flows.runtime.prefect_home import locate_prefect_home, set_prefect_environment
+from posttrain.cli import ui
 from posttrain.cli.main import main
 from posttrain.operations import commands, connection, database
 from posttrain.operations.commands import describe_status, start_servers, stop_servers
 from posttrain.operations.connection import format_links
 from posttrain.operations.processes import MARK_VARIABLE, ProcessId, format_mark
-from posttrain.operations.registration import read_declared_names
+from posttrain.operations.registration import read_declared_names, run_deploy_command
 from posttrain.operations.services import ROOT, ServiceSpec, build_service_specs
 from posttrain.operations.state import (
     ServerOptions,
     ServiceState,
     StatePaths,
     SupervisorState,
+    write_last_options,
     write_state,
 )
 from posttrain.operations.supervisor import Supervisor
-from rl_core.errors import BackendError, DataError, SettingsError
+from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 from rl_core.storage.atomic_files import write_json_atomic
 from rl_core.storage.locks import FolderLock
 
@@ -141,6 +148,118 @@ def test_another_database_than_last_time_is_refused(tmp_path):
     )
     with pytest.raises(SettingsError, match=r"were last on postgresql://me@db/team, not sqlite"):
         start_servers(tmp_path, {})
+
+
+@pytest.mark.parametrize("home", ["", "home", "{tmp_path}/home", "~/home"])
+def test_run_ui_and_up_use_the_same_prefect_home(home, tmp_path, monkeypatch):
+    """`up` ignored PREFECT_HOME, so its pages lacked the runs of `run`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PREFECT_HOME", home.format(tmp_path=tmp_path))
+    output = tmp_path / "outputs"
+    output.mkdir()
+    expected = tmp_path / "home" if home else output / "prefect"
+    for service in build_service_specs(output, ServerOptions(), database.DatabaseAddresses()):
+        assert service.environment["PREFECT_HOME"] == str(expected)
+        assert service.environment["PREFECT_PROFILES_PATH"] == f"{output}/prefect/profiles.toml"
+    started = {}
+    monkeypatch.setattr(ui, "start_child", lambda command, **options: started.update(options))
+    pages = ui.PageServers.__new__(ui.PageServers)
+    pages.output, pages.host, pages._ports, pages._reserved_ports = output, "127.0.0.1", {}, set()
+    pages._ports["Prefect"] = 24999
+    pages._start_prefect()
+    assert started["environment"]["PREFECT_HOME"] == str(expected)
+    set_prefect_environment(output)
+    assert os.environ["PREFECT_HOME"] == str(expected) and expected.is_dir()
+    assert not (tmp_path / "~").exists()
+
+
+def test_another_prefect_home_than_last_time_is_refused(tmp_path, monkeypatch):
+    StatePaths(tmp_path).folder.mkdir()
+    write_last_options(StatePaths(tmp_path), ServerOptions(), locate_prefect_home(tmp_path))
+    monkeypatch.delenv("PREFECT_HOME")
+    with pytest.raises(SettingsError, match=r"was last in \S+/home, not \S+/prefect; set it to "):
+        start_servers(tmp_path, {})
+    write_json_atomic(StatePaths(tmp_path).last_options_file, {"database": "sqlite"})  # 0.1
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    with pytest.raises(SettingsError, match=r"was last in \S+/prefect, not \S+/home; unset it, or"):
+        start_servers(tmp_path, {})
+
+
+def test_two_teams_on_one_prefect_home_are_refused(tmp_path, monkeypatch):
+    """Their workers would run each other's deployments."""
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+    first, second = (
+        Supervisor(tmp_path / name, ServerOptions(), "sqlite") for name in ("first", "second")
+    )
+    with (
+        first._hold_prefect_home(),
+        pytest.raises(FolderBusy, match=r"another `posttrain up` uses \S+/home; stop it, set"),
+        second._hold_prefect_home(),
+    ):
+        pass
+    with second._hold_prefect_home():
+        monkeypatch.delenv("PREFECT_HOME")
+        with first._hold_prefect_home():  # each in its output folder
+            pass
+
+
+def test_a_first_start_takes_the_cached_tables_of_prefect(tmp_path, monkeypatch):
+    """Its migrations took a third of the start of Prefect's server."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    create_migrated_database(tmp_path / "earlier")
+    assert cache_tables(tmp_path / "earlier", {})
+    specs = build_service_specs(tmp_path / "o", ServerOptions(), database.DatabaseAddresses())
+    prefect = next(spec for spec in specs if spec.name == "prefect")
+    assert Path(prefect.environment["PREFECT_HOME"], "prefect.db").stat().st_size > 0
+    assert prefect.environment["PREFECT_SERVER_DATABASE_MIGRATE_ON_START"] == "false"
+
+
+def test_a_registration_builds_the_form_of_a_flow_once(monkeypatch):
+    import prefect.cli
+    from prefect.utilities import callables
+
+    def train(steps: int = 3):
+        """Train.
+
+        Args:
+            steps: how many.
+        """
+
+    def score(steps: int = 4): ...
+
+    expected = [callables.parameter_schema(function) for function in (train, score)]
+    built, schemas = [], []
+    build_schema = callables.generate_parameter_schema
+
+    def count_schema(signature: inspect.Signature, docstrings: dict[str, str]):
+        built.append(signature)
+        return build_schema(signature, docstrings)
+
+    monkeypatch.setattr(callables, "generate_parameter_schema", count_schema)
+    monkeypatch.setattr(sys, "argv", [])
+    functions = (train, score, train, score, train)
+    deploy = lambda: schemas.extend(map(callables.parameter_schema, functions))  # noqa: E731
+    monkeypatch.setattr(prefect.cli, "app", deploy)
+    assert run_deploy_command(["--all"]) == 0
+    assert sys.argv == ["prefect", "--no-prompt", "deploy", "--all"]
+    first, second = expected
+    assert schemas == [first, second, first, second, first] and len(built) == 2
+
+
+def test_the_flows_of_deployments_are_imported_without_torch():
+    """Registering seven deployments imported torch for one of them."""
+    text = (ROOT / "deployments" / "prefect.yaml").read_text()
+    entries = [
+        line.split()[1] for line in text.splitlines() if line.strip().startswith("entrypoint:")
+    ]
+    modules = sorted({entry.rpartition(".")[0] for entry in entries})
+    assert len(modules) == 5
+    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False"]
 
 
 @pytest.mark.parametrize(

@@ -205,20 +205,20 @@ def test_a_held_lock_and_logged_locks_are_named_with_what_to_do(tmp_path):
         (tmp_path / folder).mkdir()
     connection = sqlite3.connect(path, isolation_level=None)
     connection.execute("create table t (a)")
-    assert database.describe_sqlite_locks(tmp_path, 0.0) == []
+    assert database.describe_sqlite_locks(tmp_path, tmp_path / "prefect", 0.0) == []
     connection.execute("begin immediate")
-    first, advice = database.describe_sqlite_locks(tmp_path, 0.0)
+    first, advice = database.describe_sqlite_locks(tmp_path, tmp_path / "prefect", 0.0)
     assert first.startswith(f"{path} is locked by process ") and "python" in first
     assert "take PostgreSQL: `posttrain down`, then `posttrain up --database" in advice
     connection.execute("rollback")
     log = tmp_path / "logs" / "prefect.log"
     log.write_text("x (sqlite3) database is locked\n" * 3)
-    first, _ = database.describe_sqlite_locks(tmp_path, 0.0)
+    first, _ = database.describe_sqlite_locks(tmp_path, tmp_path / "prefect", 0.0)
     assert first.startswith("prefect reported 'database is locked' 3 times since its start (log: ")
     spawn_server([sys.executable, "-c", "print('database is locked')"], None, tmp_path, log).wait(
         30
     )
-    first, _ = database.describe_sqlite_locks(tmp_path, 0.0)
+    first, _ = database.describe_sqlite_locks(tmp_path, tmp_path / "prefect", 0.0)
     assert first.startswith("prefect reported 'database is locked' once since its start (log: ")
     assert log.read_text().count("database is locked") == 4  # three of the earlier start
     connection.close()

@@ -94,6 +94,27 @@ def test_every_function_takes_them(policy):
     assert len(rl_core.generate(policy, prompts, sampling=sampling)) == 8
 
 
+def test_a_repr_says_what_the_output_holds(policy, tmp_path):
+    """A new training on the folder of a finished run said only "not started"."""
+    output = tmp_path / "run"
+
+    def create(**settings):
+        return rl_core.sft(policy, CONVERSATIONS, settings=settings, output=output)
+
+    def read_state(training):
+        return repr(training).splitlines()[1]
+
+    assert read_state(create(max_steps=2)) == "  iteration 0 of 2, not started"
+    create(max_steps=2).run()
+    finished = "  iteration 0 of 2, not started; its output holds a finished run, which run() loads"
+    assert read_state(create(max_steps=2)) == finished
+    assert read_state(create(max_steps=3)).endswith(
+        "of 3, not started; its output holds a run, which run() resumes from iteration 2"
+    )
+    (output / "checkpoints" / "checkpoint-00000001" / "state.json").write_text("{")
+    assert read_state(create(max_steps=3)).endswith("which run() resumes from a checkpoint")
+
+
 def test_a_mistake_in_a_dict_names_the_setting(policy):
     with pytest.raises(SettingsError, match=r"epochz: SFTSettings has no such setting"):
         rl_core.sft(policy, CONVERSATIONS, settings={"epochz": 1})
