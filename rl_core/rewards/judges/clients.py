@@ -158,7 +158,7 @@ class ServerClient(JudgeClient):
 
     def describe_request(self, question: JudgeQuestion) -> dict[str, Any]:
         """Return address and body of the request."""
-        request = {
+        request: dict[str, Any] = {
             "url": self._url,
             "model": self.settings.model,
             "messages": list(question.messages),
@@ -255,7 +255,7 @@ class LocalClient(JudgeClient):
         if not self._weights:
             source = _resolve_judge_folder(self._path)
             self._weights = digest_folder(source) if Path(source).is_dir() else f"hub {source}"
-        request = {
+        request: dict[str, Any] = {
             "weights": self._weights,
             "messages": list(question.messages),
             "max_tokens": self.settings.max_tokens,
