@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_cpu = arguments.torch == "cpu" or (
             arguments.torch == "auto" and needs_cpu_build(environment)
         )
-        size = "2.3 GB" if is_cpu else "up to 6.5 GB with CUDA"
+        size = "2 GB" if is_cpu else "up to 6.5 GB with CUDA"
         print(f"installing the pinned packages into {sys.prefix} ({size})", flush=True)
         if is_cpu:
             reason = "--torch cpu" if arguments.torch == "cpu" else "no NVIDIA driver here"
