@@ -133,7 +133,7 @@ def _describe_thoughts(facts: TemplateFacts) -> str:
         return "none"
     opening, closing = facts.thought_markers
     if facts.opens_thought:
-        return f"the prompt opens {facts.prefill!r}; the policy goes on from there and writes {closing}"
+        return f"the prompt opens {facts.prefill!r}; the policy continues from there and writes {closing}"
     if facts.prefill:
         return f"the prompt holds a closed one, {facts.prefill!r}; the policy answers at once"
     return f"between {opening} and {closing}, written by the policy"

@@ -66,7 +66,7 @@ def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": {
             "undisturbed": facts["seconds"],
             "median lost by one kill": _compute_median(lost_seconds),
-            "median until the open stage goes on": _compute_median(
+            "median until the open stage continues": _compute_median(
                 [seconds for seconds, row in _select_resumed(rows) if not row["fresh"]]
             ),
             "the same in a fresh process": _compute_median(
@@ -144,8 +144,8 @@ def markdown(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
         "| recovery | seconds |",
         "|---|---|",
         f"| the undisturbed run | {undisturbed_seconds:.2f} |",
-        f"| until the open stage goes on, median of {times['restarts timed']} restarts | "
-        f"{_format_seconds(times['median until the open stage goes on'])} |",
+        f"| until the open stage continues, median of {times['restarts timed']} restarts | "
+        f"{_format_seconds(times['median until the open stage continues'])} |",
         f"| the same in a fresh process, imports included | {_format_seconds(times['the same in a fresh process'])} |",
         f"| lost by one kill in all, median | {_format_seconds(times['median lost by one kill'])} |",
     ]

@@ -326,7 +326,7 @@ def test_the_chat_template_is_examined_with_an_example(tmp_path, capsys):
     out = capsys.readouterr().out
     for line in (
         "end of turn  <|im_end|> (written by the template)",
-        r"thoughts     the prompt opens '<think>\n'; the policy goes on from there and writes </think>",
+        r"thoughts     the prompt opens '<think>\n'; the policy continues from there and writes </think>",
         "history      not prefix-stable: after a user or tool message the template drops earlier",
         "markers      </think>, <think>",
         "tool_calls   not rendered by the template: written as <tool_call>{...}</tool_call>",
