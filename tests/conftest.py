@@ -14,6 +14,16 @@ os.environ.pop(
 
 import pytest
 import torch
+from helpers.matrices import find_left_out_cases
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by mark
+def pytest_collection_modifyitems(items):
+    """Mark the cases of long matrices that `make test` leaves out as slow."""
+    left_out = find_left_out_cases([item.nodeid for item in items])
+    for item in items:
+        if item.nodeid in left_out:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

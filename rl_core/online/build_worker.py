@@ -56,6 +56,7 @@ _NEW_JUDGE_OPTIONS = (
     "labels",
     "min_agreement",
     "cache_entries",
+    "structured",
 )
 # Settings that affect neither weights nor buffer, so they may change between runs of a worker.
 _SETTINGS_OUTSIDE_FINGERPRINT = ("folder", "audit", "gate", "voting", "service")

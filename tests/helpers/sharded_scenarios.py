@@ -45,6 +45,14 @@ OPTIONS = {
     "eval_every": 2,
 }
 LONG = {
+    "extras",
+    "muon",
+    "bfloat16",
+    "limited",
+    "inner rewards",
+    "dropout",
+    "thoughts",
+    "by layer grpo",
     "cut muon",
     "rest muon",
     "whole muon",

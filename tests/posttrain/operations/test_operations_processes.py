@@ -223,7 +223,7 @@ def test_ports_of_another_team_are_named_with_free_ones(tmp_path):
     environment = {
         **os.environ,
         MARK_VARIABLE: format_mark(tmp_path, "mlflow"),
-        "PREFECT_HOME": str(tmp_path / "outputs" / "prefect"),
+        "PREFECT_PROFILES_PATH": str(tmp_path / "outputs" / "prefect" / "profiles.toml"),
     }
     team = subprocess.Popen(
         [sys.executable, "-c", LISTENER], env=environment, stdout=subprocess.PIPE, text=True

@@ -57,23 +57,27 @@ def assert_same_results(result, expected, tolerance):
 
 
 @pytest.mark.parametrize(
-    "stage", ["sft", "reward_model", "step_reward", "preference", "extras", "adapters"]
+    "stage",
+    [
+        "sft",
+        "reward_model",
+        "step_reward",
+        "preference",
+        pytest.param("extras", marks=slow),
+        "adapters",
+    ],
 )
 def test_two_processes_give_the_numbers_of_one(results, stage):
     assert_same_results(results["0"][stage], results["alone"][stage], 1e-5)
     assert len(results["alone"][stage]["metrics"]) > 20
 
 
-POLICIES = [
-    "grpo",
+POLICIES = ["grpo", "whole policy"]
+FURTHER_POLICIES = [
     "limited",
     "inner rewards",
     "dropout",
     "thoughts",
-    "process rewards",
-    "whole policy",
-]
-FURTHER_POLICIES = [
     "thoughts adapters",
     "custom functions",
     "sapo",
@@ -106,10 +110,11 @@ def test_two_processes_play_and_learn_like_one(results, name):
 @pytest.mark.timeout(1200)
 def test_four_processes_give_the_numbers_of_one(tmp_path):
     computed = compute_scenarios(tmp_path, "4")
-    for name in ("sft", "reward_model", "preference", "extras", "adapters", *POLICIES):
+    for name in ("sft", "reward_model", "preference", "adapters", *POLICIES):
         assert_same_results(computed["0"][name], computed["alone"][name], 1e-5)
 
 
+@slow
 def test_the_features_of_the_policies_are_active(results):
     limited, complete = (results["alone"][name]["metrics"] for name in ("limited", "whole policy"))
     assert max(limited[name] for name in limited if name.startswith("policy/refused_steps")) == 1
@@ -122,6 +127,7 @@ def test_the_features_of_the_policies_are_active(results):
     )
 
 
+@slow
 def test_processes_may_generate_with_the_modules(results):
     """Let one of two processes play more groups, and call each block more often, than the other."""
     assert_same_results(results["0"]["by layer grpo"], results["alone"]["grpo"], 1e-5)
@@ -132,6 +138,7 @@ def test_processes_may_generate_with_another_backend(results):
     assert_same_results(results["0"]["by layer other backend"], results["alone"]["grpo"], 1e-5)
 
 
+@slow
 def test_the_extras_are_active(results):
     """Check that early stopping ends the run early, and that the clip and Grokfast have an effect."""
     alone = results["alone"]["extras"]
@@ -161,6 +168,7 @@ def test_blocks_that_are_recomputed_give_the_same_numbers(results):
     assert_same_results(results["0"]["by layer recomputed"], results["alone"]["sft"], 1e-5)
 
 
+@slow
 def test_muon_and_low_precision_are_near(results):
     """Allow the tolerance of bfloat16, in which Muon orthogonalises gradients."""
     assert_same_results(results["0"]["muon"], results["alone"]["muon"], 2e-2)
