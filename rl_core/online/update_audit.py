@@ -31,7 +31,10 @@ MAX_LISTED_EXPERIENCES = 16  # in an audit line; the record lists all
 def format_task_id(item: ScoredExperience) -> str:
     """Return the id of the task that an experience answered: environment/level/seed of its episode."""
     trajectory = item.buffered.experience.rollouts[0].trajectory
-    return f"{trajectory.environment}/{trajectory.level}/{trajectory.seed}"
+    place = f"{trajectory.environment}/{trajectory.level}"
+    if trajectory.level.startswith(f"{trajectory.environment}/"):
+        place = trajectory.level  # a mixture's levels name the environment
+    return f"{place}/{trajectory.seed}"
 
 
 def _format_experiences(task: UpdateTask | None) -> str:

@@ -594,6 +594,9 @@ def test_an_audit_line_names_experiences_and_tasks(tmp_path):
         "arithmetic/hard/7",
         "arithmetic/hard/8",
     ]
+    # A mixture's levels name the environment already.
+    mixed = build_scored(experience("r9", seed=9, level="arithmetic/hard"), (1.0, 0.0, 0.0))
+    assert "(r9, task arithmetic/hard/9)" in format_audit_line(report, 0.0, build_task(mixed))
     many = build_task(*(items * MAX_LISTED_EXPERIENCES))
     line = format_audit_line(report, 0.0, many)
     assert line.count("task ") == MAX_LISTED_EXPERIENCES
