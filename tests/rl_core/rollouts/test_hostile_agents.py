@@ -69,6 +69,7 @@ def test_detached_processes_end_with_the_trainer(tmp_path):
         os.waitpid(child, 0)
     process = Path("/proc") / pids.read_text()
     wait_for(lambda: not process.exists(), "the end of the detached process", 10)
+    assert not process.exists()
 
 
 def test_a_late_signal_to_an_ended_agent_is_no_error():
