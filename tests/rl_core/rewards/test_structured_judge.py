@@ -149,3 +149,13 @@ def test_a_model_in_this_process_always_gives_a_verdict(untrained, tmp_path, mod
     assert failed == 0 and all(0 <= score <= 1 for score in scores)
     assert judge_samples(2) == (scores, 0)  # whatever is decoded together
     assert judge_samples(8, structured=False) == ([None] * 3, 3)
+
+
+def test_free_and_structured_replies_of_a_local_model_are_cached_apart(untrained, tmp_path):
+    pytest.importorskip("llguidance")
+    keys = set()
+    for structured in (False, True):
+        local = {"url": None, "model": None, "path": str(untrained), "cache": str(tmp_path)}
+        settings = build_settings("score", structured=structured, **local)
+        keys.add(JudgeReward(settings).client.compute_key(build_question(settings)))
+    assert len(keys) == 2  # the texts of this mode are the same
