@@ -1,6 +1,7 @@
 """Setup of every test: one thread (the suite runs on several workers), no network, no progress bars."""
 
 import os
+import urllib.request
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,6 +31,12 @@ def pytest_collection_modifyitems(items):
 def _seed_torch():
     """Seed torch's generator, so that a test draws the same weights alone as after any other test."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _forget_proxies(monkeypatch):
+    """Let urllib read the proxies of the environment again; it keeps those of its first request."""
+    monkeypatch.setattr(urllib.request, "_opener", None)
 
 
 @pytest.fixture(autouse=True)
