@@ -80,7 +80,7 @@ font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
 dt{font-weight:600}
 dd{margin:0 0 8px;color:var(--faint)}
 /* the same filter for both: a model has one colour in tables and figures */
-@media (prefers-color-scheme:dark){figure img,.dot{filter:invert(.9) hue-rotate(180deg)}}
+@media (prefers-color-scheme:dark){figure img,.dot{filter:invert(.9) hue-rotate(180deg) brightness(1.3)}}
 @media (max-width:700px){main{padding:16px 12px 40px}nav{margin:12px -12px 0;padding:8px 12px}
 th,td{padding:6px 8px}
 tr>:first-child{position:sticky;left:0;background:var(--page);z-index:1;white-space:normal;min-width:104px;
