@@ -155,7 +155,7 @@ def prefect_pages(prefect: str, auth: str) -> dict[str, Shot]:
             f"{prefect}/artifacts/artifact/{artifact}", said("success (95"), size="_phone"
         ),
         "prefect_form": Shot(
-            f"{prefect}/deployments/deployment/{deployment}/run", said("Sft Learning Rate")
+            f"{prefect}/deployments/deployment/{deployment}/run", said("SFT: Learning rate")
         ),
     }
 

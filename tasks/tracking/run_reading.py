@@ -63,7 +63,9 @@ def read_stored_runs(uri: str, limit: int) -> list[TrackedRun] | None:
             return (
                 None  # another version, or an account that is missing: MLflow's client says which
             )
-        raise BackendError(f"{uri} could not list runs: {error.reason}") from error
+        raise BackendError(
+            f"{uri} could not list runs: {error.reason}; `posttrain status` shows a locked database"
+        ) from error
     except (AttributeError, KeyError, TypeError, ValueError):
         return None  # not a response of MLflow, but of a login page or another service
 
