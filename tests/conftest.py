@@ -14,6 +14,9 @@ os.environ.pop(
     "COLUMNS", None
 )  # set in the workers of pytest-xdist; output that goes to no terminal is not wrapped
 
+# The default of 700 lets a test that parses the sources collect garbage for 70% of its time.
+gc.set_threshold(100_000, 10, 10)
+
 import pytest
 import torch
 from helpers.matrices import find_left_out_cases
