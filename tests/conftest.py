@@ -14,9 +14,6 @@ os.environ.pop(
     "COLUMNS", None
 )  # set in the workers of pytest-xdist; output that goes to no terminal is not wrapped
 
-# The default of 700 lets a test that parses the sources collect garbage for 70% of its time.
-gc.set_threshold(100_000, 10, 10)
-
 import pytest
 import torch
 from helpers.matrices import find_left_out_cases
@@ -33,11 +30,15 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Collect the tests without the garbage collector, which would read millions of objects many times."""
+    """Collect the tests without the garbage collector, and let it run seldom afterwards.
+
+    With its threshold of 700 objects a test that parses the sources spends 70% of its time on garbage.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.set_threshold(100_000, 10, 10)
         gc.enable()
 
 

@@ -33,7 +33,7 @@ MATRICES = {  # test function, from the folder of tests -> N
     "rl_core/storage/test_disk_errors.py::test_an_error_of_any_call_keeps_the_old_version_and_is_one_clear_error": 3,
     "rl_core/thoughts/test_thoughts_options.py::test_it_resumes_bit_for_bit": 3,
     "rl_core/trainers/policy_gradient/test_cross_vocabulary.py::test_a_run_resumes_with_equal_bits": 2,
-    "rl_core/trainers/policy_gradient/test_cross_vocabulary.py::test_a_student_approaches_a_teacher_with_another_vocabulary": 3,
+    "rl_core/trainers/policy_gradient/test_cross_vocabulary.py::test_a_student_approaches_a_teacher_with_another_vocabulary": 3,  # noqa: E501
     "rl_core/trainers/policy_gradient/test_distillation.py::test_a_student_comes_nearer_to_its_teacher": 2,
     "rl_core/trainers/policy_gradient/test_dppo_maxrl_gdpo.py::test_they_resume_bit_for_bit_with_adapters_too": 3,
     "rl_core/trainers/policy_gradient/test_mixture_learning.py::test_both_environments_improve": 3,
@@ -42,7 +42,7 @@ MATRICES = {  # test function, from the folder of tests -> N
     "rl_core/trainers/policy_gradient/test_policy_gradient.py::test_every_saved_item_matters": 3,
     "rl_core/trainers/policy_gradient/test_policy_gradient.py::test_learns": 3,
     "rl_core/trainers/policy_gradient/test_policy_rollback.py::test_resumes_bit_for_bit_across_rollbacks": 3,
-    "rl_core/trainers/policy_gradient/test_self_distillation.py::test_advantages_are_those_of_the_teachers_weights_after_its_prompt": 5,
+    "rl_core/trainers/policy_gradient/test_self_distillation.py::test_advantages_are_those_of_the_teachers_weights_after_its_prompt": 5,  # noqa: E501
     "rl_core/trainers/policy_gradient/test_self_distillation.py::test_it_resumes_bit_for_bit": 5,
     "rl_core/trainers/policy_gradient/test_self_play.py::test_snapshots_on_the_disk_change_nothing": 2,
     "rl_core/trainers/test_dropout.py::test_a_policy_that_is_its_reference_has_the_first_loss_of_the_formula": 5,
