@@ -36,7 +36,7 @@ demo-results: $(STAMP)  ## the quick start's table and pictures, from one run of
 	$(BIN)/python docs/tools/demo_results.py
 
 test: $(STAMP)  ## the test suite (at most 16 minutes on 2 idle cores)
-	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'not slow'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest

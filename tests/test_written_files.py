@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,6 +198,7 @@ def list_writes(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, name
 
 
+@functools.cache
 def list_writes_outside_storage() -> list[tuple[str, int, str]]:
     """Return (file, line, name) outside of the storage room."""
     paths = [

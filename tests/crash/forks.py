@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -131,6 +132,8 @@ def _import_everything() -> None:
 def _serve(replies: IO[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     _import_everything()
+    gc.collect()
+    gc.freeze()  # else each child would copy the pages of all modules when it collects garbage
     _reply(replies, {"ready": True})
     for line in sys.stdin:
         _reply(replies, asdict(_run_request(Request(**json.loads(line)))))

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -343,9 +344,15 @@ def test_yaml_is_a_configuration(block, package, tmp_path, monkeypatch):
         pytest.skip(missing.group())
 
 
+@functools.cache
+def build_parser_once():
+    """Return one parser for all commands of the documents; parsing leaves it as it is."""
+    return build_parser()
+
+
 def find_parser(words):
     """Return the parser of the command that `words` begin with: `check plan` is one."""
-    parser = build_parser()
+    parser = build_parser_once()
     for word in words:
         commands = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         if not commands or word not in commands[0].choices:
@@ -362,13 +369,13 @@ def test_commands_parse(place, line):
     if line.startswith("`"):  # in a sentence a command may stand without its arguments
         parser = find_parser(words)
         known = parser._option_string_actions
-        assert parser.prog != build_parser().prog or words[0] in known, f"{place}: {line}"
+        assert parser.prog != build_parser_once().prog or words[0] in known, f"{place}: {line}"
         assert [word for word in words if word.startswith("-") and word not in known] == [], (
             f"{place}: {line}"
         )
         return
     try:
-        build_parser().parse_args(words)
+        build_parser_once().parse_args(words)
     except SystemExit as stop:
         assert stop.code == 0, f"{place}: {line}"  # --help and --version end well
 

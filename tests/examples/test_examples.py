@@ -72,6 +72,7 @@ def test_the_quick_start_is_ten_statements_and_learns():
     assert rl_core.generate("outputs/quickstart", ["owl"])
 
 
+@pytest.mark.slow
 def test_a_custom_environment():
     before, after = load_example("own_environment").main()
     assert after > before + 0.1  # by 0.29 to 0.30 with three seeds
@@ -100,6 +101,7 @@ def test_tools_of_an_mcp_server():
     assert metrics["tool/calls"].mean() > 0.5  # it has learned to ask the server
 
 
+@pytest.mark.slow
 def test_an_agent_is_trained_unchanged():
     """A few iterations: `tests/benchmarks/agents.py` measures what it learns."""
     source = (EXAMPLES / "train_agent.py").read_text()

@@ -68,6 +68,7 @@ def test_dpo_widens_the_margin():
     assert margins.iloc[-1] > 0
 
 
+@pytest.mark.slow
 def test_rlhf_trains_a_reward_model_and_asks_it():
     of_rewards, of_policy = load_recipe("rlhf").main(epochs=3, iterations=2)
     assert of_rewards["eval/accuracy"].dropna().iloc[-1] > 0.5

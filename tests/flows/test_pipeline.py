@@ -256,6 +256,7 @@ def test_the_same_config_again_runs_nothing_and_changes_nothing(first):
     assert tags["cached.policy"] == result.results["policy"].run_id
 
 
+@pytest.mark.slow
 def test_a_changed_policy_setting_runs_the_policy_and_later_stages(first):
     output, _ = first
     changed = run_test_pipeline(output, "stages.policy.learning_rate=2e-4")
@@ -308,6 +309,7 @@ def test_a_changed_data_file_runs_everything_that_read_it(prefect_api, tmp_path)
     assert list_cached() == {"prepare_data": True, "sft": True}
 
 
+@pytest.mark.slow
 def test_a_pipeline_starts_from_the_registered_champion(first):
     output, result = first
     continued = run_test_pipeline(

@@ -46,6 +46,7 @@ def test_values_errors_and_context_pass() -> None:
         call_with_timeout(PATIENCE_S, "call", {}.__getitem__, "cell")
 
 
+@pytest.mark.slow
 def test_two_hundred_hanging_tools_leave_no_thread() -> None:
     threads: list[threading.Thread] = []
     toolset = Toolset([Tool("spin", "", {}, lambda: spin_forever(threads), timeout_s=0.01)])

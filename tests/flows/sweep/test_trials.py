@@ -97,6 +97,7 @@ def swept_record(plan):
     return record
 
 
+@pytest.mark.slow
 def test_trials_share_every_stage_that_does_not_change(plan, swept_record):
     outcomes = swept_record.outcomes
     assert {key: outcome.status for key, outcome in outcomes.items()} == dict.fromkeys(

@@ -458,6 +458,7 @@ def test_operations_without_runs_name_the_folder(command, tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_crashed_run_is_listed_as_killed_before_it_is_repaired(tmp_path, monkeypatch, capsys):
     """List it like `resume`, `doctor` and the live page do; the store says RUNNING until the repair."""
     run = Tracking(None, tmp_path, "demo").start_run("demo · 1", tmp_path / "demo" / "runs" / "1")

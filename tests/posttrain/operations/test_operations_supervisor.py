@@ -157,6 +157,7 @@ def test_sigkill_of_the_supervisor_leaves_nothing(world):
     assert code == 0 and world.status()["code"] == 0
 
 
+@pytest.mark.slow
 def test_next_up_ends_leftovers(world):
     child = world.up()
     read_until(child, "Ctrl-C")
@@ -183,6 +184,7 @@ def test_failed_start_is_explained_and_stops_the_others(world):
         assert world.list_leftovers() == []
 
 
+@pytest.mark.slow
 def test_failed_repair_is_reported(world):
     assert world.call("up", "--detach")[0] == 0
     (world.output / "prefect.breaks").touch()
@@ -207,6 +209,7 @@ def test_taken_port_is_an_early_error(world):
     assert world.list_leftovers() == []
 
 
+@pytest.mark.slow
 def test_concurrent_ups_start_once(world):
     children = [world.up("--detach") for _ in range(2)]
     texts = [child.communicate(timeout=120)[0] for child in children]

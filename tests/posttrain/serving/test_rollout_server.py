@@ -84,6 +84,7 @@ def test_trainer_has_a_separate_time_limit(tokenizer, tmp_path):
         served.server.close()
 
 
+@pytest.mark.slow
 def test_tools_of_several_turns_on_threads(tmp_path):
     """A later turn continues the sequence's random numbers; observations are tokens and are not encoded again."""
     texts = [

@@ -73,5 +73,6 @@ print(trainer.run().iterations)
 """
 
 
+@pytest.mark.slow
 def test_training_does_not_need_the_pipeline():
     assert run_fresh(BLOCKED).split()[-1] == "1"

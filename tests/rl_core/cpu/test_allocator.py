@@ -43,6 +43,7 @@ def run_program(**environment: str) -> tuple[int, str, int]:
     return int(faults_before), is_set, int(faults_after)
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_pages_are_not_mapped_again() -> None:
     faults_before, is_set, faults_after = run_program()

@@ -11,6 +11,7 @@ from rl_core.cpu import build
 needs_compiler = pytest.mark.skipif(build.load_library() is None, reason="needs a C compiler")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_threads_are_those_of_torch():
     """A second OpenMP library would have its own threads, which wait while torch's want to work."""

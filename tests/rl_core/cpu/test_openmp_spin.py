@@ -105,6 +105,7 @@ print(first, together, apart)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     openmp_spin.RunQueueDelay().measure_waiting_threads() is None, reason="needs Linux's schedstat"
 )

@@ -24,7 +24,7 @@ def run_tests(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) 
     """
     paths = [str(HERE / name) for name in files]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *paths],
+        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-k", chosen, *paths],
         env={**os.environ, "CC": compiler, "XDG_CACHE_HOME": str(folder)},
         capture_output=True,
         text=True,

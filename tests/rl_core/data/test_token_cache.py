@@ -183,6 +183,7 @@ def compute_table_digest(folder, renderer, rows, monkeypatch, processes):
     return hashlib.sha256((folder / tokens.name / TABLE_FILE).read_bytes()).hexdigest()
 
 
+@pytest.mark.slow
 def test_several_processes_write_the_same_bytes(tmp_path, renderer, monkeypatch, caplog):
     rows = make_rows()
     expected = compute_table_digest(tmp_path / "one", renderer, rows, monkeypatch, 1)

@@ -68,6 +68,7 @@ def test_a_trial_trains_what_its_agent_sampled(app: FastAPI, url: str) -> None:
     assert agent["kwargs"] == {"temperature": 0.7}
 
 
+@pytest.mark.slow
 def test_trials_without_a_reward_are_failed_episodes(app: FastAPI, url: str) -> None:
     failed: list = []
     rollouts = play(build(url, "error", "free"), build_policy(), failed=failed)
@@ -77,6 +78,7 @@ def test_trials_without_a_reward_are_failed_episodes(app: FastAPI, url: str) -> 
     assert "no valid reward (finished)" in errors[1]
 
 
+@pytest.mark.slow
 def test_one_of_several_rewards_is_chosen(url: str) -> None:
     failed: list = []
     play(build(url, "two"), build_policy(), failed=failed)

@@ -42,8 +42,16 @@ def compute_logits(model):
         return model.eval()(IDS).logits
 
 
-@pytest.mark.parametrize("targets", ["default", "all-linear"])
-@pytest.mark.parametrize("family", [*DENSE, *EXPERTS])
+def list_families_and_targets():
+    """Return every family with both kinds of targets; `make test` takes one kind of each, in turn."""
+    return [
+        pytest.param(family, targets, marks=[pytest.mark.slow] * ((number + turn) % 2))
+        for number, family in enumerate([*DENSE, *EXPERTS])
+        for turn, targets in enumerate(["default", "all-linear"])
+    ]
+
+
+@pytest.mark.parametrize(("family", "targets"), list_families_and_targets())
 def test_every_family_trains_and_exports_its_adapter(family, targets, tmp_path):
     """Every adapter gets a gradient; merged, exported and read by peft, the model is the trained one."""
     start = create_family_model(family)

@@ -5,6 +5,7 @@ import sys
 from multiprocessing import Pipe
 
 import numpy as np
+import pytest
 from helpers import ROOT
 
 from rl_core.references.scorer_process import receive_message, send_message
@@ -24,6 +25,7 @@ process_main.main(int(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_during_a_pass_when_its_owner_ends():
     """Close the owner's end, as after SIGKILL: a restarted run needs the memory."""
     ours, theirs = Pipe()

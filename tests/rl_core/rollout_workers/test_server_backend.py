@@ -589,6 +589,7 @@ def empty_answer(answer):
     )
 
 
+@pytest.mark.slow
 def test_requests_that_a_stopping_server_returns(tokenizer, server):
     """Answers without a token are requested again; a server without other answers ends the run."""
     with vllm_stand_in(compiled_model(tokenizer), tokenizer) as undisturbed:
@@ -643,6 +644,7 @@ def test_no_folder_of_a_killed_run_remains(tmp_path):
     alive.close()
 
 
+@pytest.mark.slow
 def test_in_process_rollouts_do_not_import_it():
     program = (
         "import sys; import rl_core.api.recipes.policy_gradient; from rl_core.settings import PolicySettings; "

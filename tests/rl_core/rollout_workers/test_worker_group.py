@@ -67,6 +67,7 @@ def test_any_number_of_workers_gives_the_bits_of_one_process(tokenizer, count, o
     assert len(cluster.workers) == count
 
 
+@pytest.mark.slow
 def test_tools_of_several_turns_and_prompts_of_different_length(tokenizer):
     """Observations are appended while other sequences decode; steps run on threads."""
     texts = [

@@ -156,6 +156,7 @@ def test_an_error_of_any_call_keeps_the_old_version_and_is_one_clear_error(
     assert refused > 0.5 * count  # failures of cleanup and journal lines do not raise
 
 
+@pytest.mark.slow
 def test_a_write_that_the_disk_takes_in_part(tmp_path, monkeypatch):
     """Make writes short with RLIMIT_FSIZE, then EFBIG: in a child, at every size of the files that are written."""
     write_first_run(tmp_path / "sizes")

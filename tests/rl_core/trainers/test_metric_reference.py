@@ -50,14 +50,20 @@ FIELD = re.compile(r"\{\w+\}")
 INTERNAL = {"policy/importance_square_mean"}  # removed before anything is logged
 
 
-def is_match(row, name):
-    """Return whether the row describes a logged name."""
-    parts = re.split(r"(\{\w+\})", row.name)
+@functools.cache
+def compile_pattern(row_name):
+    """Compile the expression that the names of a row match."""
+    parts = re.split(r"(\{\w+\})", row_name)
     patterns = (
         ".+" if part == "{metric}" else "[^/]+" if part.startswith("{") else re.escape(part)
         for part in parts
     )
-    return re.fullmatch("".join(patterns), name) is not None
+    return re.compile("".join(patterns))
+
+
+def is_match(row, name):
+    """Return whether the row describes a logged name."""
+    return compile_pattern(row.name).fullmatch(name) is not None
 
 
 def find_metric(name):

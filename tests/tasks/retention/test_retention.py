@@ -367,6 +367,7 @@ class Killed(BaseException):
     """Death of the process."""
 
 
+@pytest.mark.slow
 def test_killed_between_any_two_removals_the_next_one_leaves_nothing(pipeline, monkeypatch):
     from posttrain.cli import store_gc as gc_command
 

@@ -90,6 +90,7 @@ def test_a_failed_proof_leaves_no_file_and_is_repeated(config, monkeypatch):
     assert (results["gguf"].path / "small-bf16.gguf").is_file()
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_promoted_is_not_written(config):
     results = run(config, "seed=1", "stages.gguf={}", "stages.promote.min_gain=0.99").results
     assert results["promote"].summary["decision"] == "rejected"

@@ -109,6 +109,7 @@ def test_analysis_gate_and_report_compare_with_the_start_model(config, first, ca
     assert list(results["export"].summary["models"]) == ["sft"]  # only what the run trained
 
 
+@pytest.mark.slow
 def test_another_training_does_not_play_the_start_model_again(config, first):
     short = ["stages.promote=null", "stages.analyze=null"]
     again, played, *_ = run(config, *short, "stages.sft.max_steps=2")

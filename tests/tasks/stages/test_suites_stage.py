@@ -71,6 +71,7 @@ def run(config, *overrides):
     return pipeline_run
 
 
+@pytest.mark.slow
 def test_suites_run_once_resume_and_count_at_the_gate(config):
     write_task(config, exit=1)
     with pytest.raises(DataError, match="ended with exit code 1 before lm_eval/cells had a result"):

@@ -232,6 +232,7 @@ OFF_POLICY = dict(
 )
 
 
+@pytest.mark.slow
 def test_vtrace_learns_from_replayed_rollouts(tokenizer):
     trainer = make_trainer(tokenizer, FewLetters(), curriculum=LOW, **OFF_POLICY)
     metrics = [trainer.step() for _ in range(26)]

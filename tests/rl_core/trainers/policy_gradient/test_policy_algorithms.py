@@ -294,6 +294,7 @@ def test_resumes_bit_for_bit(tokenizer, name):
     assert torch.equal(weights(second), weights(uninterrupted))
 
 
+@pytest.mark.slow
 def test_a_critic_learns_what_rollouts_are_worth(tokenizer):
     for kind in ("separate", "shared"):
         trainer = make_trainer(

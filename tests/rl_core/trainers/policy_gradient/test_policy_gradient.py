@@ -39,6 +39,7 @@ def test_learns(tokenizer, algorithm):
     assert sum(rates[-3:]) / 3 > 0.8
 
 
+@pytest.mark.slow
 def test_learns_with_epochs_and_minibatches(tokenizer):
     trainer = make_trainer(tokenizer, epochs=2, minibatches=2, learning_rate=5e-3, curriculum=LOW)
     metrics = [trainer.step() for _ in range(24)]
@@ -184,6 +185,7 @@ def test_the_learning_rate_follows_the_kl_of_updates(tokenizer, desired_kl, limi
     assert resumed.optimizer_step.learning_rate == pytest.approx(1e-2 * limit)
 
 
+@pytest.mark.slow
 def test_a_desired_kl_is_held(tokenizer):
     control = LearningRateControlSettings(desired_kl=0.002, highest=100)
     trainer = make_trainer(

@@ -51,6 +51,7 @@ def build_ruinous_trainer(tokenizer, rollback):
     )
 
 
+@pytest.mark.slow
 def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     ruined = [
         ruinous_step["train/success_rate"]

@@ -259,6 +259,7 @@ def test_a_stage_of_the_curriculum_may_weigh_it_with_zero(tokenizer, function, m
         assert (sample.step_weight, sample.outcome_reward) == (0.0, sample.reward)
 
 
+@pytest.mark.slow
 def test_learning_from_steps_alone(tokenizer, function):
     """Check that a policy raises the scores of its steps where nothing else rewards it."""
     rewards = RewardOrchestrator(

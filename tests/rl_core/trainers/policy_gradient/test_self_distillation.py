@@ -207,6 +207,7 @@ def test_an_average_that_is_not_restored_is_noticed(tokenizer):
     assert first.step()["policy/teacher_kl"] != second.step()["policy/teacher_kl"]
 
 
+@pytest.mark.slow
 def test_the_policy_comes_to_answer_as_with_the_hint(tokenizer):
     """Teach a model to copy from a hint, then distil the hint into it: success rises without any reward."""
     model = causal_lm.create_model(
