@@ -436,7 +436,8 @@ class Agent(Environment):
         if endpoint.measure_agent_seconds() > self._timeout_s:
             return (
                 f"the agent has not ended within {self._timeout_s:g} s of computing time (options.timeout_s), in which "
-                "no request of it waited for the policy; up to sampling.max_concurrent_steps agents share the processors"
+                "no request of it waited for the policy; agents at once share the processors "
+                "(sampling.max_concurrent_steps)"
             )
         return ""
 
