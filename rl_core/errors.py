@@ -157,9 +157,10 @@ class Stopped(PosttrainError):
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion for an error message: the known name closest to `name`, or all names."""
+    """Return a suggestion for an error message: the known name closest to `name` in any case, or all names."""
     names = sorted(known)
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    folded = {known_name.casefold(): known_name for known_name in names}
+    match = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
     if match:
-        return f"did you mean '{match[0]}'?"
+        return f"did you mean '{folded[match[0]]}'?"
     return f"known: {', '.join(names)}" if names else "none are known"

@@ -213,8 +213,8 @@ class Agent(Environment):
             heldout: share of distinct tasks to hold out, a file of held-out tasks, or rows.
             level: column of the level of difficulty.
             success_at: least reward of a success, unless the reward says which episodes succeed.
-            timeout_s: seconds that an agent may use in an episode, besides those in which it waits for the policy; also
-                the time limit of the reward.
+            timeout_s: seconds on the clock that an agent may use in an episode, besides those in which it waits for the
+                policy; also the time limit of the reward. Agents at once share the processors.
             memory_gib: memory of an agent's processes together.
             context: most tokens of a prompt and its answer; more than the model's are never used.
             sampling: agent = temperature, top_p, top_k and min_p of a request apply; run = the run's sampling applies.
@@ -436,7 +436,8 @@ class Agent(Environment):
         if endpoint.measure_agent_seconds() > self._timeout_s:
             return (
                 f"the agent has not ended within {self._timeout_s:g} s of computing time (options.timeout_s), in which "
-                "no request of it waited for the policy"
+                "no request of it waited for the policy; agents at once share the processors "
+                "(sampling.max_concurrent_steps)"
             )
         return ""
 

@@ -3,6 +3,9 @@
 A child gets a session of its own, so Ctrl-C in the terminal reaches only its parent, and its process group can be
 signalled as a whole. Programs that import nothing of this project bind themselves: `subreaper.py`,
 `rl_core/environments/sandbox.py` and `code_child.py`, `rl_core/models/export_verification_child.py`.
+
+The kernel binds a child to the thread that forks it, and most threads end long before their process: those that open an
+episode, those of a pool. Children are therefore forked by the main thread or by one that never ends.
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,9 +40,9 @@ def _load_prctl() -> Any:
 def bind_to_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel send this process a signal when its parent, the process `parent`, dies for any reason.
 
-    Exit immediately if the parent is already dead. The signal also arrives when only the thread that started this
-    process ends. Do nothing on systems other than Linux: there the children of a parent killed by SIGKILL notice only a
-    broken connection.
+    Exit immediately if the parent is already dead. The signal also arrives when only the thread that forked this
+    process ends; `start_child` forks in one that does not. Do nothing on systems other than Linux: there the children
+    of a parent killed by SIGKILL notice only a broken connection.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -67,8 +73,8 @@ def start_child(
         header: first text of the output in the log.
         environment: None = that of this process.
         descriptors: file descriptors that the child inherits.
-        death_signal: sent to the child when the thread that calls this function ends (Linux), even by SIGKILL; None =
-            the child lives on unless it binds itself.
+        death_signal: sent to the child when this process ends (Linux), even by SIGKILL; None = the child lives on
+            unless it binds itself.
     Raises: OSError.
     """
     bind = None
@@ -90,12 +96,51 @@ def start_child(
         )
 
     if log is None:
-        return start(stdout, stderr)
+        return _fork_in_lasting_thread(lambda: start(stdout, stderr))
     make_folder(log.parent)
     with open_log_file(log, append_up_to=append_up_to) as output:
         output.write(header.encode())
         output.flush()
-        return start(output, subprocess.STDOUT)
+        return _fork_in_lasting_thread(lambda: start(output, subprocess.STDOUT))
+
+
+_ChildStart = Callable[[], subprocess.Popen[bytes]]
+
+
+class _ForkingThread:
+    """Daemon thread that starts children for other threads and ends with its process."""
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[tuple[_ChildStart, Future[subprocess.Popen[bytes]]]]
+        self._requests = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name="start of children").start()
+
+    def run(self, start: _ChildStart) -> subprocess.Popen[bytes]:
+        """Run a function in the thread; return its result or raise its error."""
+        result: Future[subprocess.Popen[bytes]] = Future()
+        self._requests.put((start, result))
+        return result.result()
+
+    def _serve(self) -> None:
+        while True:
+            start, result = self._requests.get()
+            try:
+                result.set_result(start())
+            except BaseException as error:  # re-raised by `run`
+                result.set_exception(error)
+            del start, result  # until the next request they would hold the child
+
+
+@functools.cache
+def _start_forking_thread(process: int) -> _ForkingThread:
+    """Start the thread of a process: after a fork it is missing in the child, whose number is another."""
+    return _ForkingThread()
+
+
+def _fork_in_lasting_thread(start: _ChildStart) -> subprocess.Popen[bytes]:
+    if threading.current_thread() is threading.main_thread():
+        return start()
+    return _start_forking_thread(os.getpid()).run(start)
 
 
 def spawn_server(

@@ -131,6 +131,14 @@ class ReplayedSession:
             "the recording has no further answer", code="context_length_exceeded"
         )
 
+    def require_recorded_answer(self) -> None:
+        """Raise AgentFailed if the agent asked, but the recording failed before its first call."""
+        if self.differences and not self.calls and not self.trajectory.turns:
+            raise AgentFailed(
+                "the recording has no answer to its first call, as the episode failed before it; the failure did not "
+                "occur again"
+            )
+
 
 def _rebuild_reply(turn: Turn) -> tuple[dict[str, Any], str]:
     """Return the message that was sent for a turn, and its finish reason."""
@@ -223,6 +231,7 @@ def replay_agent(environment: Agent, trajectory: Trajectory, agent_seed: int) ->
         try:
             with environment.run_agent(episode, endpoint) as result:
                 session.is_closed, log = True, result.stderr
+                session.require_recorded_answer()
                 require_call(len(session.calls), session.limit, result.stderr)
                 where = "its reward"
                 score = environment.score_episode(episode, session.calls, result)

@@ -24,7 +24,7 @@ from rl_core.settings.deprecated_keys import (
     read_deprecated_value,
     rename_deprecated_keys,
 )
-from rl_core.settings.framework_aliases import explain_framework_name
+from rl_core.settings.framework_aliases import explain_common_value, explain_framework_name
 
 SettingKey = tuple[str | int, ...]
 S = TypeVar("S", bound="Settings")
@@ -51,6 +51,28 @@ def suggest_comparison(value: Any, choices: Iterable[Any]) -> str:
     name = str(value).strip().casefold().replace("-", "_").replace(" ", "_")
     signs = [sign for sign, names in _COMPARISONS.items() if name in names and sign in set(choices)]
     return f"; '{value}' is written '{signs[0]}'" if signs else ""
+
+
+def suggest_choice(name: str, value: str, hint: Any) -> str:
+    """Suggest one of a type's choices for a wrong value, as the end of a message; "" if none is near.
+
+    Args:
+        name: the setting's.
+        hint: its type; choices are those of every Literal in it.
+    """
+    choices = _list_choices(hint)
+    if explanation := explain_common_value(name, value):
+        return f"; {explanation}"
+    if sign := suggest_comparison(value, choices):
+        return sign
+    suggestion = suggest_name(value, [choice for choice in choices if isinstance(choice, str)])
+    return f"; {suggestion}" if suggestion.startswith("did you mean") else ""
+
+
+def _list_choices(hint: Any) -> list[Any]:
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    return [choice for part in typing.get_args(hint) for choice in _list_choices(part)]
 
 
 def is_valid_value(value: Any, hint: Any) -> bool:
@@ -203,7 +225,7 @@ class Settings(metaclass=_SettingsType):
         for field in dataclasses.fields(self):
             value, hint = getattr(self, field.name), hints[field.name]
             if not is_valid_value(value, hint):
-                correction = _suggest_correction(value, hint)
+                correction = _suggest_correction(field.name, value, hint)
                 raise SettingsError(
                     f"{field.name}: {value!r} is not {describe_type(hint)}{correction}"
                 )
@@ -355,19 +377,12 @@ def _resolve_field_types(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _suggest_correction(value: Any, hint: Any) -> str:
+def _suggest_correction(name: str, value: Any, hint: Any) -> str:
     """Suggest the correction of a common mistake, for messages; "" for others."""
-    choices = [hint, *typing.get_args(hint)]
-    named = [
-        name
-        for choice in choices
-        if typing.get_origin(choice) is typing.Literal
-        for name in typing.get_args(choice)
-    ]
     is_number = isinstance(value, str) and value.strip().lstrip("+-")[:1].isdigit()
-    if isinstance(value, str) and named and not is_number:
-        return suggest_comparison(value, named) or f"; {suggest_name(value, map(str, named))}"
-    if isinstance(value, str) and {int, float} & set(choices):
+    if isinstance(value, str) and _list_choices(hint) and not is_number:
+        return suggest_choice(name, value, hint)
+    if isinstance(value, str) and {int, float} & {hint, *typing.get_args(hint)}:
         return "; it is text, leave out the quotes"
     return ""
 

@@ -12,6 +12,7 @@ dataclasses by reflection) and verl_aliases.csv (verl's `ppo_trainer` configurat
     difference   the difference in meaning, or why there is no equivalent
 
 common_names.csv has names of other RL code, by stage (empty = any place), which no edit distance relates to ours.
+common_values.csv has names of papers and other RL code that people write as the value of a setting.
 """
 
 from __future__ import annotations
@@ -111,15 +112,21 @@ def find_verl_alias(name: str) -> FrameworkAlias | None:
     return next((row for pattern, row in _compile_verl_patterns() if pattern.fullmatch(name)), None)
 
 
-def explain_framework_name(name: str, stage: str | None = None, *, omitted_prefix: str = "") -> str:
+def explain_framework_name(
+    name: str, stage: str | None = None, *, omitted_prefix: str = "", block: str = ""
+) -> str:
     """Explain an unknown key that TRL or verl has, or that is common in other RL code; "" = none of them has it.
 
     Args:
         name: the key, a last part or dotted.
         stage: the stage that it was written in, if any.
         omitted_prefix: prefix to leave out of our names, such as "stages.policy.".
+        block: the block below the stage that it was written in, if any. There verl's `mode` of rollouts says nothing
+            about another block's `mode`, so a row without an equivalent has to be of a block of this name.
     """
     matches = _match_trl_rows(name, stage) or _match_verl_rows(name)
+    if block:
+        matches = [match for match in matches if _belongs_to_block(match[0], name, block)]
     sentences = []
     for row, row_stage in matches:
         paths = [path.removeprefix(omitted_prefix) for path in row.resolve_paths(row_stage)]
@@ -156,6 +163,21 @@ def _explain_common_name(name: str, stage: str | None, omitted_prefix: str) -> s
     return f"{name} is {' and '.join(paths)} here ({row['explanation']})"
 
 
+@functools.cache
+def list_common_values() -> tuple[dict[str, str], ...]:
+    """List the rows of common_values.csv."""
+    path = Path(__file__).with_name("common_values.csv")
+    with path.open(encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def explain_common_value(setting: str, value: str) -> str:
+    """Explain a value of papers and other RL code by the setting's name; "" = it is none."""
+    written = value.strip().casefold().replace("-", "_").replace(" ", "_")
+    rows = [row for row in list_common_values() if row["setting"] == setting]
+    return next((row["explanation"] for row in rows if row["value"] == written), "")
+
+
 def explain_framework_block(name: str, value: Any) -> str:
     """Explain a block of verl, such as `actor_rollout_ref`; "" = verl has no such block."""
     leaves = [leaf for leaf in _list_leaves(name, value) if find_verl_alias(leaf) is not None]
@@ -186,6 +208,18 @@ def _match_trl_rows(name: str, stage: str | None) -> list[tuple[FrameworkAlias, 
 def _resolve_stage(trainers: Sequence[str], stage: str | None) -> str | None:
     """Return the stage of the first trainer; for a row of all trainers, the stage that the key was written in."""
     return TRAINER_STAGES.get(trainers[0], "preference") if trainers else stage
+
+
+def _belongs_to_block(row: FrameworkAlias, name: str, block: str) -> bool:
+    """Return whether a row can explain a name in a block: it has an equivalent, or the same block in its framework."""
+    if row.settings_paths or row.framework == "TRL":
+        return True
+    parents = {
+        known.split(".")[-2]
+        for known in row.names
+        if known.count(".") and known.endswith(f".{name}")
+    }
+    return bool(parents & {block, block.removesuffix("s")})
 
 
 def _match_verl_rows(name: str) -> list[tuple[FrameworkAlias, str | None]]:

@@ -235,7 +235,7 @@ def _find_forgotten_environment(settings: PipelineSettings) -> Iterator[ConfigPr
     if stages.policy is not None or stages.evaluate is not None:
         yield ConfigProblem(
             ("environment",),
-            f"is not set, so {settings.model.path} plays {default.name}, the demo's environment; for your prompts "
+            f"{settings.model.path} plays {default.name}, the demo's environment and the default; for your prompts "
             "write environment: {name: prompts, options: {path: prompts.jsonl}}",
         )
 

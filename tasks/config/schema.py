@@ -20,7 +20,7 @@ import pydantic
 
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import Settings
-from rl_core.settings.base import suggest_comparison
+from rl_core.settings.base import suggest_choice
 from rl_core.settings.defaults import is_unresolved
 from rl_core.settings.deprecated_keys import list_deprecated_keys, rename_deprecated_keys
 from rl_core.settings.framework_aliases import explain_framework_block, explain_framework_name
@@ -425,7 +425,7 @@ def _describe_pydantic_error(cls: type[Settings], error: Any) -> ConfigProblem:
         doc = _find_dataclass_field(cls, key).metadata["doc"]
         return ConfigProblem(key, f"is missing; add it [{doc}]")
     expected = _describe_expected(cls, key)
-    fix = _suggest_fix(kind, value, _resolve_hint_at(cls, key))
+    fix = _suggest_fix(kind, value, str(key[-1]), _resolve_hint_at(cls, key))
     return ConfigProblem(key, f"found {describe_value(value)}; expected {expected}{fix}")
 
 
@@ -440,7 +440,8 @@ def _suggest_key(cls: type[Settings], key: Key, value: Any) -> str:
     if inner_blocks:
         return f"it belongs to {', '.join(inner_blocks)}"
     stage = str(key[1]) if len(key) > 2 and key[0] == "stages" else None
-    if explanation := explain_framework_name(name, stage):
+    inner_block = str(key[-2]) if stage and len(key) > 3 else ""
+    if explanation := explain_framework_name(name, stage, block=inner_block):
         return explanation
     suggestion = suggest_name(name, names)
     if not suggestion.startswith("known"):
@@ -544,10 +545,10 @@ def _describe_type(hint: Any, limits: str = "") -> str:
     )
 
 
-def _suggest_fix(kind: str, value: Any, hint: Any = None) -> str:
+def _suggest_fix(kind: str, value: Any, name: str = "", hint: Any = None) -> str:
     """Suggest the fix of a common mistake; "" for any other."""
     if kind == "literal_error":
-        return suggest_comparison(value, typing.get_args(hint))
+        return suggest_choice(name, value, hint) if isinstance(value, str) else ""
     if kind in ("int_type", "int_from_float") and isinstance(value, float) and value == int(value):
         return f"; write {int(value)}"
     if kind in ("int_type", "float_type") and isinstance(value, str):

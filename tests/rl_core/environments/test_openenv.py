@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -254,6 +255,18 @@ def test_a_server_that_dies_fails_its_episodes() -> None:
     wait_for(lambda: keeper.poll() is not None)
     with pytest.raises(EnvironmentFault, match="it ended"):
         environment.episode(1, "default").reset()
+
+
+def test_the_server_outlives_the_thread_that_uses_it_first() -> None:
+    """The check for held-out questions opens its episodes in threads that end at once."""
+    environment = serve("guess")
+    thread = threading.Thread(target=environment.episode(0, "default").reset)
+    thread.start()
+    thread.join()
+    time.sleep(1.0)
+    assert environment.episode(1, "default").reset()
+    assert environment._server._process is not None
+    assert environment._server._process.poll() is None
 
 
 PARENT = """

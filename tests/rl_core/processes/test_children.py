@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 from helpers import ROOT
+from helpers.waiting import wait_for
 
 from rl_core.processes.children import (
     kill_group,
@@ -27,6 +29,20 @@ child = start_child(["sleep", "600"], death_signal={signal})
 print(child.pid, flush=True)
 child.wait()
 """
+THREADED_PARENT = """
+import signal, threading, time
+from rl_core.processes.children import start_child
+children = []
+def start():
+    children.append(start_child(["sleep", "600"], death_signal=signal.SIGKILL))
+for _ in range(2):
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+time.sleep(0.2)
+print(*[child.pid for child in children], *[child.poll() for child in children], flush=True)
+time.sleep(600)
+"""
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 # A leader with a child in its group that ignores SIGTERM.
 FAMILY = (
@@ -42,6 +58,34 @@ def start_python(code: str) -> subprocess.Popen[bytes]:
     assert child.stdout is not None
     child.first_line = child.stdout.readline()
     return child
+
+
+def test_a_child_outlives_the_thread_that_started_it_and_ends_with_the_process():
+    command = [sys.executable, "-c", THREADED_PARENT]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+    assert parent.stdout is not None
+    first, second, *codes = parent.stdout.readline().decode().split()
+    assert codes == ["None", "None"]
+    parent.kill()
+    parent.wait()
+    for pid in (first, second):
+        wait_for(lambda pid=int(pid): not psutil.pid_exists(pid), 20)
+
+
+def test_an_error_of_the_start_reaches_the_thread_that_asked():
+    errors = []
+
+    def start():
+        try:
+            start_child(["/nowhere/program"])
+        except FileNotFoundError as error:
+            errors.append(error)
+
+    for _ in range(2):  # the thread that forks survives it
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join(20)
+    assert len(errors) == 2
 
 
 def test_a_child_leads_a_session_and_writes_its_log(tmp_path):

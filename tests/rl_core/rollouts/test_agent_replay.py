@@ -59,6 +59,17 @@ def test_an_episode_is_replayed_without_a_model(tmp_path, policy):
     assert any("call 5" in d for d in replay_episode(asks_more, first).differences)
 
 
+def test_a_failure_before_the_first_call_that_does_not_occur_again_is_named(tmp_path, policy):
+    failed = []
+    silent = build_agent(tmp_path, "time.sleep(60)\n", timeout_s=1.0)
+    play(silent, policy, failed=failed)
+    repaired = build_agent(tmp_path, "reply([user('now')])\n")
+    replay = replay_episode(repaired, failed[0])
+    assert "as the episode failed before it" in replay.error
+    assert "limits of the run" not in "\n".join([replay.error, *replay.lines, *replay.differences])
+    assert replay.differences[0].startswith("call 1: recorded none")
+
+
 LEAVE_NOTHING = "open('left.txt', 'w').write('')\n"
 
 

@@ -348,6 +348,7 @@ if task["kind"] == "memory": block = bytearray(2**28); time.sleep(60)
     assert "exit code 1: ValueError: broken agent" in errors["crash"].error
     assert "before" in errors["crash"].trace and "broken agent" in errors["crash"].trace
     assert "has not ended within 4 s" in errors["hang"].error
+    assert "sampling.max_concurrent_steps" in errors["hang"].error
     assert "SIGKILL" in errors["kill"].error or "exit code 137" in errors["kill"].error
     assert "above options.memory_gib" in errors["memory"].error
     crashed = errors["crash"]

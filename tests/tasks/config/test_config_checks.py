@@ -240,6 +240,7 @@ def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
     ("values", "is_named"),
     [
         ({"stages": {"policy": {}}}, True),
+        ({"stages": {"policy": {}}, "environment": {"name": "pixel_grid"}}, True),
         ({"stages": {"sft": {}, "prepare_data": {}, "evaluate": {}}}, True),
         ({"stages": {"sft": {}, "prepare_data": {"demonstrations": "a.jsonl"}}}, False),
         ({"stages": {"policy": {}}, "environment": {"name": "arithmetic"}}, False),
@@ -251,6 +252,7 @@ def test_a_pretrained_model_in_the_environment_of_the_demo_is_named(values, is_n
     reported = find_waste(build_settings(values, check_files=False))
     assert [problem.key for problem in reported] == [("environment",)] * is_named
     assert all("org/model plays pixel_grid" in problem.text for problem in reported)
+    assert not any("is not set" in problem.text for problem in reported)  # it may be
 
 
 def test_an_alert_on_an_online_metric_that_does_not_exist_is_refused():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from typing import get_args, get_type_hints
 
 import pytest
@@ -9,17 +10,20 @@ from helpers import ROOT
 
 from posttrain.cli.convert import TRL_TRAINERS as OFFERED
 from posttrain.cli.main import main
-from rl_core import PolicySettings
+from rl_core import DistillationSettings, PolicySettings, RewardModelSettings
 from rl_core.errors import SettingsError
+from rl_core.settings.distillation import SelfTeacherSettings
 from rl_core.settings.framework_aliases import (
     TRAINER_STAGES,
     explain_framework_name,
     find_trl_alias,
     find_verl_alias,
     list_common_names,
+    list_common_values,
     list_trl_aliases,
     list_verl_aliases,
 )
+from rl_core.settings.rewards import JudgeSettings
 from tasks.config import ConfigError, build_settings
 from tasks.config.convert import TRAINERS, convert_config
 from tasks.config.settings import PipelineSettings
@@ -91,6 +95,68 @@ def test_names_of_other_rl_code_have_hints(stage, name, hint):
         build_settings(values, check_files=False, import_code=False)
     (problem,) = [problem for problem in caught.value.problems if problem.key[-1] == name]
     assert hint in problem.text and "did you mean" not in problem.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "value", "hint"),
+    [
+        ("policy", "algorithm", "drgrpo", "did you mean 'dr_grpo'?"),
+        ("policy", "algorithm", "MaxRL", "did you mean 'maxrl'?"),
+        ("policy", "algorithm", "GiGPO", "write grpo, with turn_credit: {}"),
+        ("policy", "importance", "v-trace", "did you mean 'vtrace'?"),
+        ("policy", "loss_aggregation", "token-mean", "did you mean 'token_mean'?"),  # or null
+        ("policy", "schedule", "adaptive", "learning_rate_control: {}"),
+        ("distill", "divergence", "jsd", "write gold, with beta: 0.5"),
+        ("reward_model", "loss", "prm", "loss: process"),
+        ("policy", "algorithm", "qwertz", ""),
+    ],
+)
+def test_wrong_values_get_the_nearest_choice_or_that_of_a_known_name(stage, name, value, hint):
+    values = {"name": "x", "stages": {"prepare_data": {}, "sft": {}, stage: {name: value}}}
+    with pytest.raises(ConfigError) as caught:
+        build_settings(values, check_files=False, import_code=False)
+    (problem,) = [problem for problem in caught.value.problems if problem.key[-1] == name]
+    assert problem.text.endswith(hint or "]"), problem.text
+    classes = {"policy": PolicySettings, "distill": DistillationSettings}
+    with pytest.raises(SettingsError, match=re.escape(hint)):
+        classes.get(stage, RewardModelSettings)(**{name: value})
+
+
+def test_common_values_are_wrong_values_of_settings_that_exist():
+    rows = list_common_values()
+    assert [list(row.values()) for row in rows] == sorted(list(row.values()) for row in rows)
+    stages = (PolicySettings, DistillationSettings, RewardModelSettings)
+    blocks = (*stages, SelfTeacherSettings, JudgeSettings)
+    for row in rows:
+        fields = [
+            cls.__dataclass_fields__[row["setting"]]
+            for cls in blocks
+            if row["setting"] in cls.__dataclass_fields__
+        ]
+        assert fields and not any(f"'{row['value']}'" in str(field.type) for field in fields), row
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "wrong"),
+    [
+        ({"turn_credit": {"mode": "mean_norm"}}, "mode", "verl's"),
+        (
+            {
+                "rewards": {"process": 1.0},
+                "reward_options": {"process": {"function": "a.py:b", "model": "x"}},
+            },
+            "model",
+            "verl's",
+        ),
+        ({"rollouts": {"free_cache_engine": True}}, "free_cache_engine", "known:"),
+    ],
+)
+def test_a_key_of_another_block_of_verl_explains_nothing(values, key, wrong):
+    values = {"name": "x", "stages": {"prepare_data": {}, "sft": {}, "policy": values}}
+    with pytest.raises(ConfigError) as caught:
+        build_settings(values, check_files=False, import_code=False)
+    (problem,) = [problem for problem in caught.value.problems if problem.key[-1] == key]
+    assert wrong not in problem.text, problem.text
 
 
 def test_common_names_name_settings_that_exist():
