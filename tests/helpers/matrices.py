@@ -1,7 +1,8 @@
 """Long matrices of cases, of which `make test` runs every Nth and `make test-all` all.
 
-The numbers have no factor in common with the lengths of a matrix's axes, so the cases that remain cover every value of
-each axis. A new matrix of more than about ten seconds of processor time belongs here.
+In a matrix of several axes the number has no factor in common with their lengths, so the cases that remain cover every
+value of each axis. Of a plain list some values remain. A new matrix of more than about ten seconds of processor time
+belongs here.
 """
 
 from collections import Counter
