@@ -130,7 +130,9 @@ def test_other_stores_are_left_to_mlflow(tmp_path, monkeypatch):
         f"sqlite:///{tmp_path}/none.db",
     ):
         assert read_stored_runs(uri, 5) is None
-    with pytest.raises(BackendError, match=r"http://127.0.0.1:9 could not list runs: .*`posttrain status`"):
+    with pytest.raises(
+        BackendError, match=r"http://127.0.0.1:9 could not list runs: .*`posttrain status`"
+    ):
         read_stored_runs("http://127.0.0.1:9", 5)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "x")
     assert read_stored_runs("http://127.0.0.1:9", 5) is None
