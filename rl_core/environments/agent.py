@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ _POLL_S = 0.1
 _LOG_CHARACTERS = 4000  # of stderr, stored with a failed episode
 _TARGET_COLUMNS = ("target", "answer")
 _QUESTION_COLUMNS = ("prompt", "question", "task", "instruction")
+_DEFAULT_OUTPUT = "outputs"  # of runs, in the current folder
 _CALL_TIMEOUT_S = 3600.0  # of one request of `AgentClient`; the limits of the episode apply
 
 
@@ -221,7 +223,8 @@ class Agent(Environment):
             tools: how tools of a request are shown to the model, as in `serving.tools`.
             crash: fail = an agent that ends with an exit code other than 0 (or raises) is a failed episode, left out
                 and counted; score = its reward is computed.
-            private: columns that only the reward gets, such as the right answer.
+            private: columns that only the reward gets, such as the right answer. A confined agent cannot read the files
+                of tasks and `outputs` then, unless `readable` names them.
             demonstrations: column of messages to imitate, as the agent would send them; only for SFT.
             sandbox: confine the command's files to its folder (docs/reliability.md); the network stays.
             readable: files and folders that a confined agent may read besides Python and the current folder.
@@ -249,6 +252,7 @@ class Agent(Environment):
                 sandbox=sandbox,
                 readable=readable or (),
                 variables=pass_variables or (),
+                hidden=_list_private_paths(tasks, heldout) if private else [],
             )
         else:
             self._function = _load_function(command, "options.command", "(task, client)", 2)
@@ -522,6 +526,12 @@ def _find_printed_score(stdout: str) -> Any:
 def _quote_last_line(stderr: str) -> str:
     lines = stderr.strip().splitlines()
     return f": {lines[-1][:300]}" if lines else ""
+
+
+def _list_private_paths(tasks: Any, heldout: Any) -> list[str]:
+    """List what holds private columns: the files of tasks, and the default output folder with its episodes."""
+    files = [value for value in (tasks, heldout) if isinstance(value, str | Path)]
+    return [*(os.path.expanduser(file) for file in files), _DEFAULT_OUTPUT]
 
 
 def _split_tasks(tasks: Any, heldout: Any) -> dict[str, list[dict[str, Any]]]:

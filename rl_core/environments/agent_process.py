@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,7 @@ class AgentCommand:
         sandbox: bool,
         readable: Sequence[str],
         variables: Sequence[str],
+        hidden: Sequence[str] = (),
     ) -> None:
         """Check the command.
 
@@ -172,11 +173,14 @@ class AgentCommand:
             readable: files and folders that a confined agent may read besides the system's, Python's and the current
                 folder's.
             variables: names of further environment variables that are passed on.
+            hidden: files and folders of these folders that a confined agent may not read, unless `readable` names them.
         Raises: SettingsError.
         """
         self.words = resolve_command(command)
         self._memory_bytes, self._has_sandbox = memory_gib * 2**30, sandbox
-        self._readable, self._variables = list(readable), (*_VARIABLES, *variables)
+        self._readable = [os.path.abspath(path) for path in readable]
+        self._variables = (*_VARIABLES, *variables)
+        self._hidden = [os.path.realpath(path) for path in hidden]
         self._needs_keeper = (
             True  # False = the sandbox ends all processes, as an earlier episode reported
         )
@@ -262,13 +266,20 @@ class AgentCommand:
         return environment | exempt_loopback(environment) | dict(variables)
 
     def _build_sandbox_options(self, folder: AgentFolder) -> dict[str, Any]:
-        readable = [*self._readable, *_list_project_paths()]
-        readable += [str(Path(word).parent) for word in self.words if Path(word).is_absolute()]
+        scripts = [Path(word) for word in self.words if Path(word).is_absolute()]
+        script_folders = tuple(str(path.parent) for path in scripts)
+        readable = exclude_hidden_paths(_list_project_paths(script_folders), self._hidden)
+        for (
+            path
+        ) in self._readable:  # what it names may be read, although it lies in a hidden folder
+            hidden = [other for other in self._hidden if _is_below(other, os.path.realpath(path))]
+            readable += exclude_hidden_paths([path], hidden)
         return {
             "folder": str(folder.scratch),
             "memory_gib": None,  # of address space, of which some programs reserve far more than they use
             "network": True,  # the policy answers on the loopback address
             "readable": [*readable, str(_CHILD.parent)],
+            "listed": [os.getcwd(), *script_folders],
             "writable": [str(folder.work), str(folder.report)],
         }
 
@@ -332,16 +343,47 @@ def _build_import_path() -> str:
 
 
 @functools.cache
-def _list_project_paths() -> list[str]:
-    """List what a confined agent needs of this installation: Python's folders, and the current one's visible entries.
+def _list_project_paths(script_folders: tuple[str, ...]) -> list[str]:
+    """List what a confined agent needs: Python's folders, and visible entries of the current and of script folders.
 
-    Hidden entries of the current folder are left out, because they may hold secrets.
+    Hidden entries are left out, because they may hold secrets.
     """
     current = os.getcwd()
-    paths = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]
-    paths += [path for path in sys.path if path and os.path.abspath(path) != current]
-    paths += [entry.path for entry in os.scandir(current) if not entry.name.startswith(".")]
+    prefixes = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent)]
+    installed = [path for path in sys.path if path and os.path.abspath(path) != current]
+    paths = [*prefixes, *installed]
+    for folder in {current, *script_folders} - set(map(os.path.abspath, paths)):
+        paths += _list_visible_entries(folder)
     return [os.path.abspath(path) for path in paths]
+
+
+def _list_visible_entries(folder: str) -> list[str]:
+    try:
+        return [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def exclude_hidden_paths(paths: Iterable[str], hidden: Collection[str]) -> list[str]:
+    """Return the paths without hidden ones; a folder that holds one is replaced by its other visible entries.
+
+    Args:
+        hidden: real paths.
+    """
+    visible: list[str] = []
+    for path in paths:
+        real = os.path.realpath(path)
+        if any(real == other or _is_below(real, other) for other in hidden):
+            continue
+        if any(_is_below(other, real) for other in hidden):
+            visible += exclude_hidden_paths(_list_visible_entries(path), hidden)
+        else:
+            visible.append(path)
+    return visible
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 _table_lock = threading.Lock()

@@ -79,6 +79,7 @@ def enter(
     network: bool,
     readable: Iterable[str],
     writable: Iterable[str],
+    listed: Iterable[str] = (),
 ) -> dict[str, str]:
     """Confine this process and everything it starts; call it once, before other threads exist.
 
@@ -90,6 +91,7 @@ def enter(
         network: leave the network as it is.
         readable: paths that may be read, in addition to the system's and Python's.
         writable: paths that may be read and written.
+        listed: folders that may be listed; where there is no private root, with the names of hidden files.
     Returns: {part: reason} for each of PARTS that is not available, with what applies instead.
     """
     missing: dict[str, str] = {}
@@ -113,7 +115,8 @@ def enter(
     os.environ.update(HOME=work, TMPDIR=work, LOGNAME="sandbox", USER="sandbox")
     _switch_user([*paths, *writable_paths], work, missing)
     _drop_privileges(has_namespaces)
-    _apply_landlock(paths, [work, *writable_paths], user_folders, network, missing)
+    listed_paths = [*user_folders, *_filter_existing_paths(listed)]
+    _apply_landlock(paths, [work, *writable_paths], listed_paths, network, missing)
     return missing | _set_resource_limits(memory_gib)
 
 

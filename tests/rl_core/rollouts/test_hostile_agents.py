@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from helpers.agents import build_agent, build_policy, play
+from helpers.agents import CLIENT, build_agent, build_policy, play
 from helpers.waiting import wait_for
 
 import rl_core
@@ -172,3 +172,59 @@ def test_a_function_reaches_the_policy_with_a_client_that_obeys_proxies(policy, 
 
     (rollout,) = play(rl_core.Agent(run, ["x"], heldout=0), policy)
     assert rollout.reward == 1.0
+
+
+LOOKING_AGENT = """
+import library
+
+def read(path):
+    try:
+        return open(os.path.join(library.FOLDER, path)).read()
+    except OSError:
+        return "hidden"
+
+reply([user("x")])
+paths = ["data/tasks.jsonl", "data/notes.txt", "link.jsonl", ".env", "outputs/episodes.jsonl", "outputs/model/a"]
+print(json.dumps({"reward": 1.0, "seen": {path: read(path) for path in paths}}))
+"""
+
+
+def look_into_project(project, policy, **options):
+    """Play an agent whose program lies in the current folder, and return what it could read."""
+    tasks = options.pop("tasks")
+    command = f"{sys.executable} agent.py"
+    agent = rl_core.Agent(command, tasks, heldout=0, timeout_s=20.0, **options)
+    (rollout,) = play(agent, policy)
+    return {
+        path for path, text in rollout.trajectory.info["seen"].items() if text.strip() != "hidden"
+    }
+
+
+def test_an_agent_cannot_read_hidden_files_nor_the_right_answers(tmp_path, policy, monkeypatch):
+    for path, text in {
+        "agent.py": CLIENT + LOOKING_AGENT,
+        "library.py": "import os; FOLDER = os.path.dirname(os.path.abspath(__file__))",
+        "data/tasks.jsonl": '{"question": "x", "answer": "17"}\n',
+        "data/notes.txt": "notes",
+        ".env": "SECRET=1",
+        "outputs/episodes.jsonl": "17",
+        "outputs/model/a": "a",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (tmp_path / "link.jsonl").symlink_to("data/tasks.jsonl")
+    monkeypatch.chdir(tmp_path)
+    tasks = "data/tasks.jsonl"
+    private = look_into_project(tmp_path, policy, tasks=tasks, private=["answer"])
+    assert private == {"data/notes.txt"}
+    named = ["data", "outputs/model"]  # a folder that is named still hides the file of tasks
+    readable = look_into_project(tmp_path, policy, tasks=tasks, private=["answer"], readable=named)
+    assert readable == {"data/notes.txt", "outputs/model/a"}
+    public = look_into_project(tmp_path, policy, tasks=tasks)
+    assert public == {
+        "data/tasks.jsonl",
+        "data/notes.txt",
+        "link.jsonl",
+        "outputs/episodes.jsonl",
+        "outputs/model/a",
+    }
