@@ -14,7 +14,7 @@ from rl_core.api import trl_arguments
         ("GRPOTrainer", r"a class of TRL; here it is rl_core\.grpo\(model, \.\.\.\)"),
         ("SFTConfig", r"a class of TRL; here it is rl_core\.SFTSettings"),
         ("KTOConfig", r"here it is rl_core\.PreferenceSettings\(loss='kto'\)"),
-        ("GRPO", "has no attribute 'GRPO'; known: "),
+        ("GRPO", "has no attribute 'GRPO'; did you mean 'grpo'"),
         ("Trainerr", "did you mean 'Trainer'"),
     ],
 )
