@@ -35,7 +35,7 @@ demo-real: $(STAMP)  ## GRPO on a pretrained model (SmolLM2-135M, 93 MB): config
 demo-results: $(STAMP)  ## the quick start's table and pictures, from one run of the demo
 	$(BIN)/python docs/tools/demo_results.py
 
-test: $(STAMP)  ## the test suite (11 to 12 minutes on 2 idle cores)
+test: $(STAMP)  ## the test suite (12 to 13 minutes on 2 idle cores)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not slow'
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
