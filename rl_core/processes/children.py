@@ -115,7 +115,7 @@ class _ForkingThread:
         self._requests = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name="start of children").start()
 
-    def run(self, start: _ChildStart) -> subprocess.Popen[bytes]:
+    def run_in_thread(self, start: _ChildStart) -> subprocess.Popen[bytes]:
         """Run a function in the thread; return its result or raise its error."""
         result: Future[subprocess.Popen[bytes]] = Future()
         self._requests.put((start, result))
@@ -126,7 +126,7 @@ class _ForkingThread:
             start, result = self._requests.get()
             try:
                 result.set_result(start())
-            except BaseException as error:  # re-raised by `run`
+            except BaseException as error:  # re-raised by `run_in_thread`
                 result.set_exception(error)
             del start, result  # until the next request they would hold the child
 
@@ -140,7 +140,7 @@ def _start_forking_thread(process: int) -> _ForkingThread:
 def _fork_in_lasting_thread(start: _ChildStart) -> subprocess.Popen[bytes]:
     if threading.current_thread() is threading.main_thread():
         return start()
-    return _start_forking_thread(os.getpid()).run(start)
+    return _start_forking_thread(os.getpid()).run_in_thread(start)
 
 
 def spawn_server(
