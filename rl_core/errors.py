@@ -158,7 +158,7 @@ class Stopped(PosttrainError):
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return a suggestion for an error message: the known name closest to `name` in any case, or all names."""
-    names = sorted(known)
+    names = sorted(set(known))
     folded = {known_name.casefold(): known_name for known_name in names}
     match = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6)
     if match:

@@ -6,6 +6,7 @@ import pytest
 
 import rl_core
 from rl_core.api import trl_arguments
+from rl_core.errors import suggest_name
 
 
 @pytest.mark.parametrize(
@@ -85,3 +86,7 @@ def test_attributes_and_arguments_of_trl_trainers_are_explained():
     with pytest.raises(TypeError, match="there is no argument 'frehs'; did you mean 'fresh'"):
         trainer.run(frehs=True)
     assert not hasattr(trainer, "__nothing__")
+
+
+def test_known_names_are_listed_once():
+    assert suggest_name("zzz", ["mixture", "agent", "mixture"]) == "known: agent, mixture"
