@@ -1,6 +1,6 @@
 """What a policy learns from judges of known accuracy, against the true reward with the same episodes.
 
-    python tests/benchmarks/judges.py --output DIR [--seeds 3] [--episodes 2560] [--arms true,ranking 0.9,...]
+    python tests/benchmarks/judges.py --output DIR [--seeds 3] [--episodes 2560] [--arms "true reward,ranking 0.9"]
 
 `pixel_grid`, from the SFT model of configs/demo.yaml, GRPO. The judge is a stand-in over HTTP on loopback that knows
 the right answer and errs at a set rate, from the texts alone: `score` and `rubric` grade each answer, `ranking` ranks a
@@ -156,12 +156,15 @@ def main():
     parser.add_argument("--episodes", type=int, default=2560)
     parser.add_argument("--arms", default=",".join(ARMS))
     options = parser.parse_args()
+    arms = options.arms.split(",")
+    if unknown := set(arms) - set(ARMS):
+        parser.error(f"--arms: {', '.join(sorted(unknown))}; known: {', '.join(ARMS)}")
     logging.disable(logging.WARNING)
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     model = str(train_sft_model(options.config, folder, 1, []))
     results = {}
-    for arm in options.arms.split(","):
+    for arm in arms:
         for seed in range(options.seeds):
             path = folder / f"{arm}-{seed}.json".replace(" ", "_")
             if not path.is_file():

@@ -192,12 +192,15 @@ def main():
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--arms", default=",".join(ARMS))
     options = parser.parse_args()
+    arms = options.arms.split(",")
+    if unknown := set(arms) - set(ARMS):
+        parser.error(f"--arms: {', '.join(sorted(unknown))}; known: {', '.join(ARMS)}")
     logging.disable(logging.WARNING)
     folder = options.output.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     start = train_start(folder)
     results = {}
-    for arm in options.arms.split(","):
+    for arm in arms:
         for seed in range(options.seeds):
             path = folder / f"{arm}-{seed}.json".replace(" ", "_")
             if not path.is_file():
