@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 from helpers.agents import CLIENT, build_agent, build_policy, play
 from helpers.waiting import wait_for
 
@@ -228,3 +229,49 @@ def test_an_agent_cannot_read_hidden_files_nor_the_right_answers(tmp_path, polic
         "outputs/episodes.jsonl",
         "outputs/model/a",
     }
+
+
+LANDLOCK_ALONE = """
+import os, sys
+from rl_core.environments import agent_process, sandbox
+
+def refuse(network, missing):
+    missing |= dict.fromkeys(("files", "processes"), "no namespaces")
+    return False
+
+sandbox._unshare_namespaces = refuse
+project, root = os.path.realpath("project"), os.environ["ROOT"]
+entries = agent_process.exclude_hidden_paths(
+    agent_process._list_visible_entries(project), [os.path.join(project, "tasks.jsonl")]
+)
+missing = sandbox.enter(
+    os.path.realpath("work"), memory_gib=None, network=True, readable=[*entries, root], writable=[], listed=[project]
+)
+if "Landlock holds" not in missing["files"]:
+    sys.exit(77)
+sys.path.insert(0, project)
+import library
+for name in ("tasks.jsonl", ".env"):
+    try:
+        open(os.path.join(project, name))
+    except PermissionError:
+        continue
+    sys.exit(f"{name} was read")
+"""
+
+
+def test_landlock_alone_hides_them_and_lists_the_folder_for_imports(tmp_path):
+    for name in ("library.py", "tasks.jsonl", ".env"):
+        (tmp_path / "project").mkdir(exist_ok=True)
+        (tmp_path / "project" / name).write_text("")
+    (tmp_path / "work").mkdir()
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", LANDLOCK_ALONE],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ROOT": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    if ended.returncode == 77:
+        pytest.skip("no Landlock here")
+    assert ended.returncode == 0, ended.stderr
