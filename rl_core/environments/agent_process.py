@@ -269,10 +269,9 @@ class AgentCommand:
         scripts = [Path(word) for word in self.words if Path(word).is_absolute()]
         script_folders = tuple(str(path.parent) for path in scripts)
         readable = exclude_hidden_paths(_list_project_paths(script_folders), self._hidden)
-        for (
-            path
-        ) in self._readable:  # what it names may be read, although it lies in a hidden folder
-            hidden = [other for other in self._hidden if _is_below(other, os.path.realpath(path))]
+        # What `readable` names may be read, although it lies in a hidden folder.
+        for path in map(os.path.realpath, self._readable):
+            hidden = [other for other in self._hidden if _is_below(other, path)]
             readable += exclude_hidden_paths([path], hidden)
         return {
             "folder": str(folder.scratch),
@@ -358,10 +357,13 @@ def _list_project_paths(script_folders: tuple[str, ...]) -> list[str]:
 
 
 def _list_visible_entries(folder: str) -> list[str]:
+    """List a folder's entries without hidden ones and without links to the folder or one above it."""
     try:
-        return [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".")]
     except OSError:
         return []
+    inside = os.path.join(os.path.realpath(folder), "")
+    return [path for path in paths if not _is_below(inside, os.path.realpath(path))]
 
 
 def exclude_hidden_paths(paths: Iterable[str], hidden: Collection[str]) -> list[str]:
@@ -376,6 +378,8 @@ def exclude_hidden_paths(paths: Iterable[str], hidden: Collection[str]) -> list[
         if any(real == other or _is_below(real, other) for other in hidden):
             continue
         if any(_is_below(other, real) for other in hidden):
+            if os.path.islink(path):  # its entries have another path, and it may lead in a circle
+                continue
             visible += exclude_hidden_paths(_list_visible_entries(path), hidden)
         else:
             visible.append(path)

@@ -214,6 +214,7 @@ def test_an_agent_cannot_read_hidden_files_nor_the_right_answers(tmp_path, polic
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     (tmp_path / "link.jsonl").symlink_to("data/tasks.jsonl")
+    (tmp_path / "circle").symlink_to(".")
     monkeypatch.chdir(tmp_path)
     tasks = "data/tasks.jsonl"
     private = look_into_project(tmp_path, policy, tasks=tasks, private=["answer"])
