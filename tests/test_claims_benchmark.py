@@ -36,17 +36,22 @@ def test_intervals_by_hand():
     # 1, 2, 3: mean 2, deviation 1, half width 4.303 / sqrt(3)
     mean, low, high = intervals.estimate_interval([1.0, 2.0, 3.0])
     assert (mean, low, high) == pytest.approx(
-        (2.0, 2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3))
+        (2.0, 2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)), rel=1e-6
     )
     assert intervals.estimate_gap([3.0, 4.0, 5.0], [1.0, 2.0, 3.0]) == pytest.approx(
         (2.0, 2.0, 2.0)
     )
+    # seven seeds, 1 to 7: deviation sqrt(14/3); Student's quantile of six degrees is 2.4469
+    low, high = intervals.estimate_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])[1:]
+    assert (high - low) / 2 == pytest.approx(2.446912 * math.sqrt(14 / 3 / 7), rel=1e-6)
     assert math.isnan(intervals.estimate_interval([1.0])[1])
     assert [
         intervals.describe_gap(*pair)
         for pair in ((0.1, 1), (-1, -0.1), (-1, 1), (math.nan, math.nan))
     ] == ["true", "refuted: worse", "not shown", "one seed"]
     assert intervals.format_interval((0.5, 0.25, 0.75), 100) == "50.0 [25.0, 75.0]"
+    assert intervals.format_share([50.0]) == "50.0%"
+    assert intervals.format_share([49.0, 50.0, 51.0]) == "50.0% [47.5, 52.5]"
 
 
 def test_the_first_iteration_at_a_level_is_that_of_the_moving_mean():

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import torch  # noqa: E402
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import format_share  # noqa: E402
 from self_distillation import PAIRS, SHARED, SumEpisode, Sums, measure_success  # noqa: E402
 
 import rl_core  # noqa: E402
@@ -157,15 +157,13 @@ def format_table(rows):
     }
     for name in (*names, *ARMS):
         ours = [row for row in rows if row["arm"] == name]
-        mean, low, high = estimate_interval([row["success"] for row in ours])
+        success = format_share([row["success"] for row in ours])
         each = ", ".join(f"{row['success']:.1f}" for row in ours)
         curve = [100 * statistics.fmean(row["curve"]) for row in ours if "curve" in row]
         training = f"{statistics.fmean(curve):.1f}%" if curve else ""
         aligned = [100 * row["aligned"] for row in ours if row.get("aligned") is not None]
         share = f"{statistics.fmean(aligned):.0f}%" if aligned else ""
-        lines.append(
-            f"| {names.get(name, name)} | {mean:.1f}% [{low:.1f}, {high:.1f}] | {each} | {training} | {share} |"
-        )
+        lines.append(f"| {names.get(name, name)} | {success} | {each} | {training} | {share} |")
     return "\n".join(lines)
 
 

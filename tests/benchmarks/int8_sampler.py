@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import torch  # noqa: E402
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import format_share  # noqa: E402
 
 import rl_core  # noqa: E402
 from rl_core.api.policy import load_policy  # noqa: E402
@@ -126,13 +126,11 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for name in ARMS:
         ours = [row for row in rows if row["arm"] == name]
-        mean, low, high = estimate_interval([row["success"] for row in ours])
+        success = format_share([row["success"] for row in ours])
         each = ", ".join(f"{row['success']:.1f}" for row in ours)
         curve = 100 * statistics.fmean(statistics.fmean(row["curve"]) for row in ours)
         kl = statistics.fmean(row["sampler_kl"] for row in ours)
-        print(
-            f"| {name} | {mean:.1f}% [{low:.1f}, {high:.1f}] | {each} | {curve:.1f}% | {kl:.1e} |"
-        )
+        print(f"| {name} | {success} | {each} | {curve:.1f}% | {kl:.1e} |")
 
 
 if __name__ == "__main__":

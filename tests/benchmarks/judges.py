@@ -26,7 +26,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(HERE.parent)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import format_share  # noqa: E402
 from helpers.fakes.judge_server import run_judge_server  # noqa: E402
 from learning_runs.jobs import BATCH, COMMON  # noqa: E402
 from learning_runs.training import Bench, train_sft_model  # noqa: E402
@@ -138,11 +138,11 @@ def format_table(results):
     ]
     for name, rows in results.items():
         each = ", ".join(f"{row['success']:.1f}" for row in rows)
-        mean, low, high = estimate_interval([row["success"] for row in rows])
+        success = format_share([row["success"] for row in rows])
         means = {key: statistics.fmean(row[key] for row in rows) for key in ("training", "calls")}
         correlation = statistics.fmean(row["correlation"] for row in rows)
         lines.append(
-            f"| {name} | {mean:.1f}% [{low:.1f}, {high:.1f}] ({each}) | {means['training']:.1f}% | "
+            f"| {name} | {success} ({each}) | {means['training']:.1f}% | "
             f"{means['calls']:.0f} | {correlation:.2f} |"
         )
     return "\n".join([*lines, ""])

@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+from claimed.intervals import estimate_interval, format_interval
 
 ROOT = Path(__file__).parents[2]
 # Mean and deviation over the episodes of one trained agent, and its steps: rows "ppo" of the file benchmark.md in
@@ -29,14 +30,6 @@ PUBLISHED = {
     "mountain-car": (88.343, 2.572, 20_000),
     "lunar-lander": (242.119, 31.823, 1_000_000),
 }
-T_QUANTILES = {
-    2: 12.706,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    6: 2.571,
-    10: 2.262,
-}  # 97.5%, by number of seeds
 
 
 def train_and_play(name: str, seed: int, episodes: int) -> dict[str, Any]:
@@ -72,7 +65,7 @@ def train_and_play(name: str, seed: int, episodes: int) -> dict[str, Any]:
 
 
 def format_table(runs: list[dict[str, Any]]) -> str:
-    """Format all results as Markdown: means by seed, their mean with a t interval over seeds, the published mean."""
+    """Format all results as Markdown: means by seed, their mean with its interval, the published mean."""
     lines = [
         "| environment | steps | mean return by seed | mean over seeds, 95% interval | published PPO (steps) |",
         "|---|---|---|---|---|",
@@ -82,13 +75,9 @@ def format_table(runs: list[dict[str, Any]]) -> str:
         if not chosen:
             continue
         means = [statistics.fmean(run["returns"]) for run in chosen]
-        interval = ""
-        if len(means) in T_QUANTILES:
-            half = T_QUANTILES[len(means)] * statistics.stdev(means) / math.sqrt(len(means))
-            interval = f" ± {half:.1f}"
         lines.append(
             f"| {chosen[0]['environment']} | {chosen[0]['steps']:,} | "
-            f"{' '.join(f'{mean:.1f}' for mean in means)} | {statistics.fmean(means):.1f}{interval} | "
+            f"{' '.join(f'{mean:.1f}' for mean in means)} | {format_interval(estimate_interval(means))} | "
             f"{published:.1f} ± {deviation:.1f} ({published_steps:,}) |"
         )
     return "\n".join(lines) + "\n"

@@ -24,7 +24,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import format_share  # noqa: E402
 from learning_runs.jobs import BATCH, COMMON  # noqa: E402
 from learning_runs.training import Bench, train_sft_model  # noqa: E402
 
@@ -112,11 +112,6 @@ def run_arm(config, model, options, seed, episodes):
     }
 
 
-def format_interval(values):
-    mean, low, high = estimate_interval(values)
-    return f"{mean:.1f}% [{low:.1f}, {high:.1f}]"
-
-
 def format_part(part, results):
     lines = [
         f"{part}:",
@@ -131,9 +126,9 @@ def format_part(part, results):
         each = ", ".join(f"{row['success']:.1f}" for row in rows)
         cells = [
             name,
-            f"{format_interval([row['success'] for row in rows])} ({each})",
-            format_interval([row["solved"] for row in rows]),
-            format_interval([row["training"] for row in rows]),
+            f"{format_share([row['success'] for row in rows])} ({each})",
+            format_share([row["solved"] for row in rows]),
+            format_share([row["training"] for row in rows]),
             f"{means['tokens']:.1f}",
             f"{means['entropy']:.2f}",
             f"{100 * means['masked']:.1f}%",

@@ -7,17 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-T_95 = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-)  # Student, two-sided, 1 to 9 degrees
+from claimed.intervals import estimate_interval
+
 OLD, ALL = ("easy", "medium"), ("easy", "medium", "hard")
 HEADS = (
     "run",
@@ -144,8 +135,8 @@ def _read_points(values: list[float]) -> str:
     """Mean in points with the half-width of its 95% interval, in points."""
     if len(values) < 2:
         return f"{100 * values[0]:+.1f}"
-    half = T_95[len(values) - 2] * statistics.stdev(values) / len(values) ** 0.5
-    return f"{100 * statistics.mean(values):+.1f} ± {100 * half:.1f}"
+    mean, low, high = estimate_interval(values)
+    return f"{100 * mean:+.1f} ± {50 * (high - low):.1f}"
 
 
 def draw_success(output: Path, arms: dict[str, list[dict[str, Any]]]) -> None:

@@ -26,7 +26,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import format_share  # noqa: E402
 
 LENGTH, ERROR_RATE = 6, 0.25
 ARMS = {  # name -> algorithm, aggregate (None = outcome alone), reward model
@@ -214,12 +214,10 @@ def main():
     ]
     for name, rows in results.items():
         each = ", ".join(f"{row['success']:.1f}" for row in rows)
-        mean, low, high = estimate_interval([row["success"] for row in rows])
+        success = format_share([row["success"] for row in rows])
         written = statistics.fmean(row["lines"] for row in rows)
         training = statistics.fmean(row["training"] for row in rows)
-        lines.append(
-            f"| {name} | {mean:.1f}% [{low:.1f}, {high:.1f}] ({each}) | {written:.2f} | {training:.1f}% |"
-        )
+        lines.append(f"| {name} | {success} ({each}) | {written:.2f} | {training:.1f}% |")
     table = "\n".join([*lines, ""])
     print(table)
     (folder / "process_rewards.md").write_text(table)

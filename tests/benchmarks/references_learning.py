@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 from pathlib import Path
 
 import numpy as np
 import torch
+from claimed.intervals import estimate_gap, estimate_interval
 
 import rl_core
 from rl_core import environments
@@ -30,14 +30,6 @@ from rl_core.trainers.preference import PreferenceTrainer, compute_reference_log
 
 PRECISIONS = ("full", "int8", "int4")
 LEVEL, KL_COEF, BETA = "easy", 0.05, 0.1
-STUDENT = {
-    2: 12.706,
-    3: 4.303,
-    4: 3.182,
-    5: 2.776,
-    8: 2.365,
-    10: 2.262,
-}  # 97.5% quantile by number of seeds
 
 
 def make_pairs(seed, count):
@@ -128,12 +120,6 @@ def train_grpo(folder, precision, seed):
 PARTS = {"dpo": train_dpo, "grpo": train_grpo}
 
 
-def estimate_interval(values):
-    """Mean and half width of the 95% interval by Student's t."""
-    values = np.asarray(values, dtype=float)
-    return values.mean(), STUDENT[len(values)] * values.std(ddof=1) / math.sqrt(len(values))
-
-
 def print_table(results, part):
     """Print the table of one part, in Markdown."""
     seeds = sorted({key[2] for key in results if key[0] == part})
@@ -147,12 +133,14 @@ def print_table(results, part):
         cells = []
         for name in names:
             values = [results[part, precision, seed][name] for seed in seeds]
-            mean, half = estimate_interval(values)
-            gap, width = estimate_interval(
-                [v - results[part, "full", s][name] for v, s in zip(values, seeds, strict=True)]
+            mean, low, high = estimate_interval(values)
+            gap, gap_low, gap_high = estimate_gap(
+                values, [results[part, "full", seed][name] for seed in seeds]
             )
-            difference = "" if precision == "full" else f" ({gap:+.4f} ± {width:.4f})"
-            cells.append(f"{mean:.4f} ± {half:.4f}{difference}")
+            difference = (
+                "" if precision == "full" else f" ({gap:+.4f} ± {(gap_high - gap_low) / 2:.4f})"
+            )
+            cells.append(f"{mean:.4f} ± {(high - low) / 2:.4f}{difference}")
         print(f"| {precision} | " + " | ".join(cells) + " |")
 
 

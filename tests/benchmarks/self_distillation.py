@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import torch  # noqa: E402
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import format_share  # noqa: E402
 
 import rl_core  # noqa: E402
 from rl_core.api.policy import load_policy  # noqa: E402
@@ -191,13 +191,13 @@ def main():
     print("|---|---|---|---|---|")
     for name in ("start", *ARMS):
         ours = [row for row in rows if row["arm"] == name]
-        mean, low, high = estimate_interval([row["success"] for row in ours])
+        success = format_share([row["success"] for row in ours])
         each = ", ".join(f"{row['success']:.1f}" for row in ours)
         curve = [100 * statistics.fmean(row["curve"]) for row in ours if "curve" in row]
         training = f"{statistics.fmean(curve):.1f}%" if curve else ""
         taught = [100 * row["taught"] for row in ours if "taught" in row and name != "grpo"]
         share = f"{statistics.fmean(taught):.0f}%" if taught else ""
-        print(f"| {name} | {mean:.1f}% [{low:.1f}, {high:.1f}] | {each} | {training} | {share} |")
+        print(f"| {name} | {success} | {each} | {training} | {share} |")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
 import torch  # noqa: E402
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import estimate_interval, format_interval  # noqa: E402
 
 import rl_core  # noqa: E402
 from rl_core.environments import make_environment  # noqa: E402
@@ -89,8 +89,7 @@ def run_arm(name, seed, iterations):
 
 
 def format_cell(values, digits=3):
-    mean, low, high = estimate_interval(values)
-    return f"{mean:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return format_interval(estimate_interval(values), digits=digits)
 
 
 def format_row(name, rows):

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
 
 import torch  # noqa: E402
-from claimed.intervals import estimate_interval  # noqa: E402
+from claimed.intervals import format_share  # noqa: E402
 from helpers.letters import LOW, Walk, make_trainer  # noqa: E402
 from helpers.policy_recipes import WALK  # noqa: E402
 
@@ -63,9 +63,7 @@ def format_row(name, rows):
         [100 * statistics.fmean(row["success"][-LAST:]) for row in rows],
     ]
     cells = [name]
-    for values in columns:
-        mean, low, high = estimate_interval(values)
-        cells.append(f"{mean:.1f}% [{low:.1f}, {high:.1f}]")
+    cells += map(format_share, columns)
     each = ", ".join(f"{value:.1f}" for value in columns[1])
     return f"| {' | '.join([*cells, each])} |"
 

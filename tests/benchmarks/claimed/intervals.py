@@ -6,16 +6,16 @@ import math
 import statistics
 from collections.abc import Sequence
 
-# 97.5% quantile of Student's t by the number of seeds
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365, 10: 2.262}
+from scipy.stats import t as student
 
 
 def estimate_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean, lower and upper bound of the 95% interval by Student's t; one value has no bounds (nan)."""
+    """Return mean, lower and upper bound of the 95% interval by Student's t; one value has no bounds (nan)."""
     mean = statistics.fmean(values)
-    if len(values) not in STUDENT:
+    if len(values) < 2:
         return mean, math.nan, math.nan
-    half = STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    half = float(student.ppf(0.975, len(values) - 1))
+    half *= statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 
@@ -31,8 +31,15 @@ def describe_gap(low: float, high: float) -> str:
     return "true" if low > 0 else "refuted: worse" if high < 0 else "not shown"
 
 
-def format_interval(values: tuple[float, float, float], scale: float = 1.0, digits: int = 1) -> str:
-    """Format an interval."""
+def format_interval(
+    values: tuple[float, float, float], scale: float = 1.0, digits: int = 1, unit: str = ""
+) -> str:
+    """Format mean, unit and bounds: `98.0% [97.1, 98.6]`; without bounds (nan) the mean alone."""
     mean, low, high = (value * scale for value in values)
     bounds = "" if math.isnan(low) else f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return f"{mean:.{digits}f}{bounds}"
+    return f"{mean:.{digits}f}{unit}{bounds}"
+
+
+def format_share(percentages: Sequence[float]) -> str:
+    """Format the mean of percentages over seeds with its 95% interval."""
+    return format_interval(estimate_interval(percentages), unit="%")
