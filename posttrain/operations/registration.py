@@ -261,10 +261,14 @@ def run_deploy_command(arguments: list[str]) -> int:
     """
     from prefect.utilities import callables
 
-    build_schema = callables.generate_parameter_schema
+    build_schema = getattr(callables, "generate_parameter_schema", None)
     schemas: dict[object, Any] = {}
 
-    def build_schema_once(signature: inspect.Signature, docstrings: dict[str, str]) -> Any:
+    def build_schema_once(*arguments: Any, **options: Any) -> Any:
+        values = [*arguments, *options.values()]
+        if len(values) != 2 or not isinstance(values[0], inspect.Signature):
+            return build_schema(*arguments, **options)  # another version of Prefect
+        signature, docstrings = values
         parameters = signature.parameters.values()
         key = (
             *(
@@ -274,10 +278,11 @@ def run_deploy_command(arguments: list[str]) -> int:
             *sorted(docstrings.items()),
         )
         if key not in schemas:
-            schemas[key] = build_schema(signature, docstrings)
+            schemas[key] = build_schema(*arguments, **options)
         return schemas[key].model_copy(deep=True)
 
-    callables.generate_parameter_schema = build_schema_once
+    if build_schema is not None:
+        callables.generate_parameter_schema = build_schema_once
     from prefect.cli import app
 
     sys.argv = ["prefect", "--no-prompt", "deploy", *arguments]

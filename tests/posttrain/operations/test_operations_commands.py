@@ -247,6 +247,23 @@ def test_a_registration_builds_the_form_of_a_flow_once(monkeypatch):
     assert schemas == [first, second, first, second, first] and len(built) == 2
 
 
+def test_a_registration_works_with_a_prefect_that_builds_schemas_otherwise(monkeypatch):
+    import prefect.cli
+    from prefect.utilities import callables
+
+    called = []
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(prefect.cli, "app", lambda: called.append(list(sys.argv)))
+    monkeypatch.delattr(callables, "generate_parameter_schema")
+    assert run_deploy_command(["--all"]) == 0 and len(called) == 1
+
+    build = lambda flow, signature, docstrings: (flow, docstrings)  # noqa: E731
+    monkeypatch.setattr(callables, "generate_parameter_schema", build, raising=False)
+    assert run_deploy_command(["--all"]) == 0
+    built = callables.generate_parameter_schema("train", inspect.Signature(), docstrings={"a": "b"})
+    assert built == ("train", {"a": "b"})
+
+
 def test_the_flows_of_deployments_are_imported_without_torch():
     """Registering seven deployments imported torch for one of them."""
     text = (ROOT / "deployments" / "prefect.yaml").read_text()
