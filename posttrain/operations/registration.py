@@ -261,7 +261,7 @@ def run_deploy_command(arguments: list[str]) -> int:
     """
     from prefect.utilities import callables
 
-    build_schema = getattr(callables, "generate_parameter_schema", None)
+    build_schema: Any = getattr(callables, "generate_parameter_schema", None)
     schemas: dict[object, Any] = {}
 
     def build_schema_once(*arguments: Any, **options: Any) -> Any:
