@@ -99,7 +99,12 @@ class ChatTemplate:
                 **self.settings.chat_template_kwargs,
             )
         except Exception as error:  # templates may raise any exception
-            roles = ", ".join(str(message["role"]) for message in messages) or "no message"
+            if not messages:
+                raise DataError(
+                    "no message comes before the assistant's first one; begin the conversation with that of the "
+                    f"system or the user (the tokenizer's chat template: {error})"
+                ) from error
+            roles = ", ".join(str(message["role"]) for message in messages)
             raise DataError(
                 f"the tokenizer's chat template refuses this conversation ({roles}): {error}"
             ) from error

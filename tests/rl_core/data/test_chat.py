@@ -277,6 +277,8 @@ def test_errors_name_the_reason(our_renderer: ChatRenderer) -> None:
         DataError, match=r"refuses this conversation \(narrator\).*unknown role narrator"
     ):
         our_renderer.prompt_ids([Message(role="narrator", content="x")])
+    with pytest.raises(DataError, match="no message comes before the assistant's first one; begin"):
+        our_renderer.encode_conversation([Message(role="assistant", content="x")])
     tokenizer = build_foreign_tokenizer(
         "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
     )
