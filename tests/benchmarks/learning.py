@@ -2,6 +2,7 @@
 
     python tests/benchmarks/learning.py --output OUT [--config configs/demo.yaml] [--episodes 8960] [--seeds 3]
         [--workers 2] [--only 'grpo;ppo'] [--parts algorithms,variants,staleness,...]
+    python tests/benchmarks/learning.py --compare tests/benchmarks/results/learning.md
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
 thread and writes OUT/jobs/<name>-<seed>.json; existing files are not run again, so the benchmark can be interrupted.
@@ -27,13 +28,14 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 from learning_runs.gradient_variance import measure_gradient_variance  # noqa: E402
 from learning_runs.jobs import Job, list_jobs  # noqa: E402
-from learning_runs.report import write_report  # noqa: E402
+from learning_runs.report import compare_reports, write_report  # noqa: E402
 from learning_runs.training import run_job, train_sft_model, train_teacher  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--compare", type=Path, help="print one table of all runs in this file")
     parser.add_argument("--config", default=str(ROOT / "configs/demo.yaml"))
     parser.add_argument(
         "--model", help="SFT model folder; left out: the config's pipeline makes it"
@@ -49,6 +51,11 @@ def main() -> None:
         "--parts", default="algorithms,variants,staleness,groups,curriculum,stopping,variance"
     )
     options = parser.parse_args()
+    if options.compare:
+        print(compare_reports(options.compare.read_text()))
+        return
+    if options.output is None:
+        parser.error("--output: name a folder for the runs")
     output: Path = options.output.resolve()
     (output / "jobs").mkdir(parents=True, exist_ok=True)
     model = options.model or str(

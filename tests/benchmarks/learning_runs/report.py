@@ -7,6 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from claimed.intervals import estimate_gap, format_interval
+
 from learning_runs.jobs import (
     ALGORITHMS,
     BATCH,
@@ -108,6 +110,42 @@ def write_report(output: Path, seeds: int, episodes: int) -> None:
     (output / "learning.md").write_text(text)
     print(text)
     draw_curves(results, names, output / "learning.png")
+
+
+def compare_reports(text: str) -> str:
+    """Compare all algorithms with GRPO over several reports, seed by seed.
+
+    Args:
+        text: of results/learning.md; the tables of its sections with `--parts algorithms` in their titles count.
+
+    Returns:
+        A table: mean success of all seeds and of each report, and the difference to GRPO of the same report and seed.
+    """
+    reports = []
+    for section in text.split("\n## ")[1:]:
+        if "`--parts algorithms`" not in section.partition("\n")[0]:
+            continue
+        rows = [line.split(" | ") for line in section.splitlines() if "% [" in line]
+        reports.append({row[0].strip("| "): [float(x) for x in row[2].split(",")] for row in rows})
+    titles = " | ".join(f"run {number}" for number in range(1, len(reports) + 1))
+    lines = [
+        f"| algorithm | success | {titles} | against GRPO, points [95%] | worst seed |",
+        "|" + "---|" * (len(reports) + 4),
+    ]
+    means = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        ours = [report for report in reports if name in report]
+        means[name] = statistics.fmean(value for report in ours for value in report[name])
+    for name in sorted(means, key=lambda name: -means[name]):
+        ours = [report for report in reports if name in report]
+        values = [value for report in ours for value in report[name]]
+        gap = estimate_gap(values, [value for report in ours for value in report["grpo"]])
+        cells = [f"{statistics.fmean(r[name]):.1f}" if name in r else "" for r in reports]
+        against = "" if name == "grpo" else format_interval(gap)
+        lines.append(
+            f"| {name} | {means[name]:.1f}% | {' | '.join(cells)} | {against} | {min(values):.1f} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def format_rate(rate: Any) -> str:
