@@ -13,7 +13,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -221,11 +221,11 @@ _METRICS = """\
 Look up what a metric means and when to worry. The names are those of MLflow, of `metrics.jsonl` in a stage's folder,
 of the live page and of [curriculum conditions](training.md#exit-conditions). The x axis is the number of optimizer
 steps. Braces stand for a name: `{level}` of the environment, `{model}` of the run, `{component}` of the reward (an
-import path with `.` for `:`). "`_low`, `_high`" are the bounds of the interval.
+import path with `.` for `:`). "`_low`, `_high`" are the bounds of the interval, 95% unless the row says otherwise.
 
 ## Glossary
 
-Start with these twenty, which tell whether a run is healthy.
+These twenty tell whether a run is healthy.
 
 """
 
@@ -417,12 +417,16 @@ def build_metrics_page() -> str:
         _format_row((f"`{row['metric']}`", row["meaning"], row["good"], row["bad"])) for row in rows
     ]
     parts = [NOTE + _METRICS.strip("\n"), "\n".join(glossary)]
-    parts += [_build_metric_group(group) for group in METRIC_GROUPS]
+    explained = {row["metric"] for row in rows}
+    parts += [_build_metric_group(group, explained) for group in METRIC_GROUPS]
     return "\n\n".join(parts) + "\n"
 
 
-def _build_metric_group(group: MetricGroup) -> str:
-    """Build a group's table. Bounds of an interval and metrics of equal meaning, as for each model, share a row."""
+def _build_metric_group(group: MetricGroup, explained: Set[str]) -> str:
+    """Build a group's table. Bounds of an interval and metrics of equal meaning, as for each model, share a row.
+
+    Metrics of the glossary (`explained`) refer to it for what is a bad sign.
+    """
     lines = [f"## {group.title}", "", group.about, "", "|name (unit)|meaning|", "|---|---|"]
     by_name = {metric.name: metric for metric in group.metrics}
     merged: set[str] = set()
@@ -446,11 +450,12 @@ def _build_metric_group(group: MetricGroup) -> str:
             interval = low.meaning.removeprefix("Lower bound of its ").rstrip(".")
             if high.meaning in (f"Upper bound of its {interval}.", "Upper bound of that interval."):
                 names += ", `_low`, `_high`"
-                interval, _, condition = interval.partition("; ")
-                meaning += f" With its {interval}" + (f"; {condition}" if condition else "") + "."
+                meaning += _describe_interval(interval)
                 worry = " ".join(filter(None, (worry, low.worry, high.worry)))
                 merged |= {low.name, high.name}
-        if worry:
+        if worry and metric.name in explained:
+            meaning += " **Watch:** [glossary](#glossary)."
+        elif worry:
             meaning += (
                 f" **Watch:** {worry[0].lower() + worry[1:] if worry[1:2].islower() else worry}"
             )
@@ -458,6 +463,16 @@ def _build_metric_group(group: MetricGroup) -> str:
         unit = "" if is_plain else f" ({metric.unit})"
         lines.append(_format_row((names + unit, meaning)))
     return "\n".join(lines)
+
+
+def _describe_interval(interval: str) -> str:
+    """Describe a row's interval where it is not the 95% interval of the page's introduction."""
+    kind, _, condition = interval.partition("; ")
+    kind = kind.replace("95% interval", "interval")
+    text = "" if kind == "interval" else f" {kind[0].upper()}{kind[1:]}."
+    if condition:
+        text += f" {condition[0].upper()}{condition[1:].replace('needs it', 'needs `_low`')}."
+    return text
 
 
 def build_coming_from_page() -> str:
