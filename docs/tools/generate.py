@@ -23,7 +23,7 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS / "tools")]  # called as a file, from
 
 from normalisation import replace_table  # noqa: E402
 
-from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricGroup  # noqa: E402
+from rl_core.analysis.metric_reference import METRIC_GROUPS, MetricDescription, MetricGroup  # noqa: E402
 from rl_core.settings import DistillationSettings, PolicySettings, Settings  # noqa: E402
 from rl_core.settings.deprecated_keys import list_deprecated_keys  # noqa: E402
 from rl_core.settings.framework_aliases import (  # noqa: E402
@@ -218,14 +218,13 @@ The metrics are in [the reference](../metrics.md#online-learning-online).
 _METRICS = """\
 # Metrics
 
-Look up what a metric means and when to worry. The names are those of MLflow, of `metrics.jsonl` in a stage's folder,
-of the live page and of [curriculum conditions](training.md#exit-conditions). The x axis is the number of optimizer
-steps. Braces stand for a name: `{level}` of the environment, `{model}` of the run, `{component}` of the reward (an
-import path with `.` for `:`). "`_low`, `_high`" are the bounds of the interval.
+Look up what a metric means and when to worry. MLflow, `metrics.jsonl`, the live page and [curriculum
+conditions](training.md#exit-conditions) use these names over the number of optimizer steps. Braces stand for a name; a
+`{component}` with an import path has `.` for `:`. `_low` and `_high` bound the interval, 95% if the row names no other.
 
 ## Glossary
 
-Start with these twenty, which tell whether a run is healthy.
+These twenty tell whether a run is healthy.
 
 """
 
@@ -417,12 +416,12 @@ def build_metrics_page() -> str:
         _format_row((f"`{row['metric']}`", row["meaning"], row["good"], row["bad"])) for row in rows
     ]
     parts = [NOTE + _METRICS.strip("\n"), "\n".join(glossary)]
-    parts += [_build_metric_group(group) for group in METRIC_GROUPS]
+    parts += [_build_metric_group(group, rows) for group in METRIC_GROUPS]
     return "\n\n".join(parts) + "\n"
 
 
-def _build_metric_group(group: MetricGroup) -> str:
-    """Build a group's table. Bounds of an interval and metrics of equal meaning, as for each model, share a row."""
+def _build_metric_group(group: MetricGroup, glossary: Sequence[Mapping[str, str]]) -> str:
+    """Build a group's table. Bounds of an interval and metrics of equal meaning share a row."""
     lines = [f"## {group.title}", "", group.about, "", "|name (unit)|meaning|", "|---|---|"]
     by_name = {metric.name: metric for metric in group.metrics}
     merged: set[str] = set()
@@ -446,18 +445,32 @@ def _build_metric_group(group: MetricGroup) -> str:
             interval = low.meaning.removeprefix("Lower bound of its ").rstrip(".")
             if high.meaning in (f"Upper bound of its {interval}.", "Upper bound of that interval."):
                 names += ", `_low`, `_high`"
-                interval, _, condition = interval.partition("; ")
-                meaning += f" With its {interval}" + (f"; {condition}" if condition else "") + "."
+                meaning += _describe_interval(interval)
                 worry = " ".join(filter(None, (worry, low.worry, high.worry)))
                 merged |= {low.name, high.name}
+        if any(row["metric"] == metric.name for row in glossary):
+            worry = worry and "[glossary](#glossary)."
         if worry:
-            meaning += (
-                f" **Watch:** {worry[0].lower() + worry[1:] if worry[1:2].islower() else worry}"
-            )
-        is_plain = metric.unit in ("-", metric.name.rpartition("/")[2])  # `train/episodes`
-        unit = "" if is_plain else f" ({metric.unit})"
+            worry = worry[0].lower() + worry[1:] if worry[1:2].islower() else worry
+            meaning += f" **Watch:** {worry}"
+        unit = "" if _is_plain_unit(metric) else f" ({metric.unit})"
         lines.append(_format_row((names + unit, meaning)))
     return "\n".join(lines)
+
+
+def _is_plain_unit(metric: MetricDescription) -> bool:
+    """Return whether the name (`train/episodes`) or the meaning ("Rows read.", "1: it runs.") says the unit."""
+    first_word = metric.meaning.split()[0].rstrip(":").lower().replace("1", "0 or 1")
+    return metric.unit in ("-", metric.name.rpartition("/")[2], first_word)
+
+
+def _describe_interval(interval: str) -> str:
+    """Describe a row's interval where it is not the 95% interval of the page's introduction."""
+    kind, _, condition = interval.replace("95% interval", "interval").partition("; ")
+    text = "" if kind == "interval" else f" {kind[0].upper()}{kind[1:]}."
+    if condition:
+        text += f" {condition[0].upper()}{condition[1:].replace('needs it', 'needs `_low`')}."
+    return text
 
 
 def build_coming_from_page() -> str:

@@ -522,9 +522,11 @@ def test_bounds_of_an_interval_share_a_row(generate):
     page = (DOCS / "metrics.md").read_text()
     assert (
         "|`eval/success_rate`, `_low`, `_high` (share)|Success on the validation episodes during "
-        "training (policy, thoughts). With its 95% interval. **Watch:** falls while"
+        "training (policy, thoughts). **Watch:** [glossary](#glossary).|"
     ) in page
     assert "`eval/success_rate_low`" not in page
+    assert "paired. Bootstrap interval (`promote.confidence`). Promotion needs `_low` above" in page
+    assert "= better. Interval (`promote.confidence`). With `max_loss`, promotion needs" in page
     assert page.count("Level of its detector") == 1  # seven metrics of equal meaning
     assert page.count("|Mean of these differences.|") == 2  # two metrics, each below its maximum
     names = {metric.name for group in generate.METRIC_GROUPS for metric in group.metrics}
