@@ -34,6 +34,7 @@ from rl_core.rollouts.episode_sequence import (
     EpisodeRequest,
     EpisodeSequence,
     Renderer,
+    normalize_messages,
     normalize_step,
 )
 from rl_core.settings import SamplingSettings
@@ -377,6 +378,8 @@ class _LiveGame:
             self._game.begin()
         elif reason is not None:
             self._game.forfeit(reason)
+            if self._game.outcome is None:
+                raise EnvironmentFault("the game's forfeit() has not ended it")
         else:
             assert move is not None
             self._num_moves += 1
@@ -395,13 +398,16 @@ class _LiveGame:
     def take_result(self, call: Callable[[], list[Message] | None]) -> None:
         """Take the result of the environment's work; a fault of it ends the game."""
         try:
-            messages = self._seats[0]._call_environment(call)
+            call_environment = self._seats[0]._call_environment
+            messages = call_environment(call)
             game = self._running_game
             if messages is None:
                 self._finish()
                 return
             if not messages:
                 raise EnvironmentFault(f"{self.description}: a player got no message to act on")
+            # Here, not in the seat: its own failure would be a loss of the player.
+            messages = call_environment(normalize_messages, messages)
         except EnvironmentFault as fault:
             for player in self.plan.recorded:
                 self._seats[player].record_fault(fault, self._where)
@@ -417,13 +423,15 @@ class _LiveGame:
 
     def _finish(self) -> None:
         game = self._running_game
+        moved = [seat for seat in self._seats if seat.num_turns]
+        steps = [
+            seat._call_environment(build_last_step, game, seat.player, seat.last_move)
+            for seat in moved
+        ]
         self._outcome = game.outcome
-        for seat in self._seats:
-            if seat.num_turns:
-                opponent = self.plan.players[1 - seat.player]
-                step = build_last_step(game, seat.player, seat.last_move)
-                step.info |= {"opponent": opponent}
-                seat.finish(step)
+        for seat, step in zip(moved, steps, strict=True):
+            step.info |= {"opponent": self.plan.players[1 - seat.player]}
+            seat.finish(step)
 
     @property
     def _running_game(self) -> TwoPlayerGame:

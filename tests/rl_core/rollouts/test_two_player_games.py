@@ -263,6 +263,59 @@ def test_a_game_that_fails_leaves_the_others(policy, monkeypatch, is_blocking, c
     assert "its close failed" in caplog.text
 
 
+class BrokenPokerGame(KuhnPokerGame):
+    """A game whose message, description or forfeit breaks the protocol."""
+
+    broken = ""
+
+    def take_messages(self, player: int):
+        messages = super().take_messages(player)
+        return [{"role": "tool"}] if self.broken == f"message {player}" else messages
+
+    def forfeit(self, reason: str) -> None:
+        if self.broken != "forfeit":
+            super().forfeit(reason)
+
+    def describe(self):
+        if self.broken == "describe":
+            raise KeyError("cards")
+        return super().describe()
+
+
+class BrokenPoker(KuhnPoker):
+    def create_game(self, seed: int, level: str):
+        return BrokenPokerGame(super().create_game(seed, level).cards)
+
+
+@pytest.mark.parametrize("players", [("current", "current"), ("current", "old")])
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ("message 0", "no text as its content"),
+        ("message 1", "no text as its content"),
+        ("describe", "KeyError: 'cards'"),
+        ("forfeit", "the game's forfeit() has not ended it"),
+    ],
+)
+def test_a_game_that_breaks_the_protocol_is_no_loss_of_a_player(
+    policy, monkeypatch, players, broken, error
+) -> None:
+    monkeypatch.setattr(BrokenPokerGame, "broken", broken)
+    failed: list = []
+    recorded = (0, 1) if players[1] == CURRENT_PLAYER else (0,)
+    result, _ = play(
+        policy,
+        lambda *_: "bet",
+        [plan(0, *players, recorded=recorded)],
+        environment=BrokenPoker(),
+        failed=failed,
+        sampling=SamplingSettings(max_completion_tokens=1 if broken == "forfeit" else 24),
+    )
+    assert [(game.outcome, game.rollouts) for game in result.games] == [(None, {})]
+    assert [row.trajectory.kind for row in failed] == [f"player {seat}" for seat in recorded]
+    assert all(error in row.error for row in failed)
+
+
 def test_a_game_that_never_ends_is_a_fault(policy) -> None:
     class Endless(KuhnPokerGame):
         def play(self, text: str) -> None:
