@@ -85,9 +85,10 @@ def check_mixture_rewards(
     """Check that the rewards of every environment exist and can use its rows."""
     from rl_core.environments.mixture import LabelledEnvironment  # imports torch
     from rl_core.environments.prompts import Prompts
-    from rl_core.rewards.mixture_rewards import merge_reward_options
+    from rl_core.rewards.mixture_rewards import check_part_credit, merge_reward_options
 
     policy, evaluate = settings.stages.policy, settings.stages.evaluate
+    are_options_valid = True
     for index, part in enumerate(environment.parts):
         assert isinstance(part, LabelledEnvironment)
         entry, block = settings.environments[index], ("environments", index)
@@ -101,6 +102,7 @@ def check_mixture_rewards(
         except SettingsError as error:
             name, _, text = str(error).partition(": ")
             yield ConfigProblem((*block, *name.split(".")), text)
+            are_options_valid = False
             continue
         weights = entry.rewards or policy.rewards
         key = (*block, "rewards") if entry.rewards else (*POLICY_KEY, "rewards")
@@ -117,6 +119,11 @@ def check_mixture_rewards(
                 "reward, as in `rewards: {exact: 1.0}`"
             )
             yield ConfigProblem((*block, "rewards"), text)
+    if policy is not None and are_options_valid:
+        try:
+            check_part_credit(policy, environment)
+        except SettingsError as error:
+            yield ConfigProblem(("environments",), str(error))
 
 
 def _check_components(
