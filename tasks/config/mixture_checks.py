@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.curriculum.watched_metrics import include_rewards
 from rl_core.errors import PosttrainError, SettingsError
-from rl_core.settings import RewardSettings
+from rl_core.settings import PolicySettings, RewardSettings
 from tasks.config.policy_checks import POLICY_KEY
 from tasks.config.problems import ConfigProblem, Key
 from tasks.config.settings import PipelineSettings
@@ -65,6 +66,14 @@ def describe_environment_names(environment: Environment) -> str:
         if len(names) == 1
         else f"environments {', '.join(names)} have"
     )
+
+
+def include_mixture_rewards(settings: PipelineSettings) -> PolicySettings | None:
+    """Return the policy stage with the reward components of all environments, for the names of their metrics."""
+    policy = settings.stages.policy
+    if policy is None:
+        return None
+    return include_rewards(policy, [name for e in settings.environments for name in e.rewards])
 
 
 def check_trained_levels(settings: PipelineSettings) -> Iterator[ConfigProblem]:

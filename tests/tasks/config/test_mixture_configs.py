@@ -91,6 +91,19 @@ def test_environments_that_cannot_be_used_are_refused_at_their_key(environments,
     assert list(problems) == [key] and text in problems[key]
 
 
+def test_rewards_of_one_environment_can_be_watched():
+    sums = {**SUMS, "rewards": {"task": 1, "length": 0.1}}
+
+    def find(metric, *environments):
+        stages = {"sft": {}, "policy": {"early_stop": {"metric": metric}}}
+        tracking = {"alerts": {metric: "> 1.0"}}
+        return list(find_problems(*environments, stages=stages, tracking=tracking))
+
+    for metric in ("reward/length", "reward/weighted/length"):
+        assert find(metric, sums, GRID) == []
+        assert find(metric) == ["stages.policy.early_stop.metric"]
+
+
 @pytest.mark.parametrize(
     ("entry", "policy", "text"),
     [
