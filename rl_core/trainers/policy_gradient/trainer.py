@@ -175,8 +175,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             process_group=process_group,
             max_failed_share=settings.sampling.max_failed_share,
         )
-        self.policy = model
-        self.settings = settings
+        self.policy, self.settings = model, settings
         self.rewards, self.evaluator = rewards, evaluator
         # Metrics of the newest evaluation, for the curriculum's next observation.
         self._latest_evaluation: dict[str, float] = {}
