@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rl_core.rollouts.rollout_files import EpisodeName
     from tasks.config import PipelineSettings
 
-_EPISODE_SLASHES = 4  # STAGE/ITERATION/LEVEL/SEED/SAMPLE
-
 EXAMPLES = (
     "replay    (lists the stored failed episodes of the newest run)",
     "replay policy/12/easy/345/0",
@@ -73,7 +71,13 @@ def run_command(arguments: argparse.Namespace) -> int:
 
 def _is_episode_name(text: str) -> bool:
     """Return whether the text has the parts of an episode's name, and names no file."""
-    return text.count("/") == _EPISODE_SLASHES and not Path(text).exists()
+    from rl_core.rollouts.rollout_files import EpisodeName
+
+    try:
+        EpisodeName.parse(text)  # a level may have slashes, as in a mixture
+    except DataError:
+        return False
+    return not Path(text).exists()
 
 
 def replay_recorded_episode(

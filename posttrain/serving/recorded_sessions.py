@@ -201,8 +201,16 @@ class RecordedSessions:
         return session
 
     def drop_session(self, session_id: str) -> None:
-        """End a session without a record. Raises: ServingHTTPError (404)."""
-        self._end_session(self.find_session(session_id), "dropped")
+        """End a session without a record.
+
+        Raises: ServingHTTPError: 404 for a session that is not open, 409 while its score is being recorded.
+        """
+        session = self.find_session(session_id)
+        if session.scoring.locked():
+            raise ServingHTTPError(
+                409, "the session's score is being recorded", code="session_scored"
+            )
+        self._end_session(session, "dropped")
 
     async def record_score(self, session_id: str, score: Score) -> bool:
         """Append the episode of a session with its score to the file; return False if it was recorded before.

@@ -6,6 +6,7 @@ Types and ranges are checked. Parameters that would change the answer and are no
 from __future__ import annotations
 
 import json
+import math
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -305,8 +306,19 @@ def convert_request_error(error: ChatRequestError) -> ServingHTTPError:
     return ServingHTTPError(error.status, str(error), param=error.param, code=error.code)
 
 
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not finite")
+
+
+def _parse_finite_float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is not finite")
+    return value
+
+
 def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Parse the body of a request. Raises: ServingHTTPError (422) unless it is a JSON object."""
+    """Parse the body of a request. Raises: ServingHTTPError (422) unless it is a JSON object of finite numbers."""
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -314,7 +326,9 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
             422, f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}"
         ) from None
     try:
-        parameters = json.loads(text)
+        parameters = json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_parse_finite_float
+        )
     except (ValueError, RecursionError) as error:
         raise ServingHTTPError(422, f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(parameters, dict):

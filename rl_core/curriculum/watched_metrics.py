@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -290,6 +291,19 @@ _CONDITIONAL_METRICS = (
 )
 
 
+def include_rewards(settings: PolicySettings, names: Iterable[str]) -> PolicySettings:
+    """Return settings that name these reward components, too: those of a mixture's environments have metrics as well.
+
+    For the names of metrics alone: nothing is checked again.
+    """
+    further = dict.fromkeys((name for name in names if name not in settings.rewards), 0.0)
+    if not further:
+        return settings
+    extended = copy.copy(settings)
+    object.__setattr__(extended, "rewards", {**settings.rewards, **further})
+    return extended
+
+
 def list_watchable_metrics(settings: PolicySettings) -> dict[str, MetricRange]:
     """Return the metrics that iterations with these settings log, with their ranges.
 
@@ -365,6 +379,10 @@ def list_watchable_names(settings: PolicySettings, environment: Environment) -> 
 
     Names known only during a run are included if the settings watch them: a tool may be used later.
     """
+    from rl_core.environments.mixture import LabelledEnvironment  # imports torch
+
+    mixed = [part for part in environment.parts if isinstance(part, LabelledEnvironment)]
+    settings = include_rewards(settings, [name for part in mixed for name in part.settings.rewards])
     named = [expand_metric_name(metric) for metric in list_watched_metrics(settings)]
     return [
         *list_watchable_metrics(settings),

@@ -33,6 +33,7 @@ class FailedEpisode:
     trace: str = ""  # traceback without addresses
     iteration: int | None = None  # of the training; None = an evaluation
     agent_seed: int | None = None  # of the random numbers of an agent, if one played the episode
+    game_moves: list[str] | None = None  # of both players of a game between policies, in order
 
     @property
     def episode_label(self) -> str:

@@ -167,10 +167,12 @@ class KuhnPoker(TwoPlayerEnvironment):
         self, probabilities: Mapping[str, Mapping[str, float]]
     ) -> dict[str, float]:
         """Return the exploitability of a policy in chips, its value as first player, and its share of illegal moves."""
-        strategy = {
-            key: (moves["pass"], moves["bet"], max(0.0, 1 - moves["pass"] - moves["bet"]))
-            for key, moves in probabilities.items()
-        }
+        strategy = {}
+        for key, moves in probabilities.items():
+            # Each move has its own forward pass, so that in bfloat16 the two may sum to a little more than 1.
+            scale = max(1.0, moves["pass"] + moves["bet"])
+            legal = moves["pass"] / scale, moves["bet"] / scale
+            strategy[key] = (*legal, max(0.0, 1 - sum(legal)))
         result = measure_exploitability(strategy)
         return {
             "eval/exploitability": result.exploitability,

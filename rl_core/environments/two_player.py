@@ -177,6 +177,17 @@ def describe_seat(player: int) -> str:
     return f"player {player}"
 
 
+def check_game_length(num_moves: int) -> None:
+    """Raise EnvironmentFault for a game that has not ended after `MAX_GAME_MOVES` moves."""
+    if num_moves > MAX_GAME_MOVES:
+        raise EnvironmentFault(f"the game has not ended after {MAX_GAME_MOVES} moves")
+
+
+def read_seat(kind: str) -> int:
+    """Return the player of a kind that `describe_seat` returned."""
+    return int(kind.rpartition(" ")[2])
+
+
 def build_last_step(game: TwoPlayerGame, player: int, move: str) -> Step:
     """Build the step that ends a player's episode. Raises: EnvironmentFault if the game runs."""
     outcome = game.outcome

@@ -56,14 +56,17 @@ _MAX_KEPT_ENTRIES = 1000  # decisions and orders in the file
 def build_canary_requests(
     environment: Environment, levels: tuple[str, ...], count: int, seed: int, round_number: int
 ) -> list[EpisodeRequest]:
-    """Draw the held-out episodes of one round, with equal shares of the levels.
+    """Draw the held-out episodes of one round, with equal shares of the environments and of their levels; at least one
+    of each level.
 
     Rounds are drawn independently, so an episode may recur in a later round.
     Raises: DataError for a level without held-out episodes; SettingsError for an unknown level.
     """
     drawn_levels = tuple(environment.expand_levels(dict.fromkeys(levels, 1.0)))
     drawn_levels = drawn_levels or tuple(environment.levels)
-    settings = EvaluationSettings(episodes=max(count, len(drawn_levels), 2), levels=drawn_levels)
+    owners = Counter(environment.find_part(level).name for level in drawn_levels)
+    least = len(owners) * max(owners.values())  # an environment's share covers its levels
+    settings = EvaluationSettings(episodes=max(count, least, 2), levels=drawn_levels)
     return draw_heldout_requests(environment, settings, seed * _SEED_STRIDE + round_number)
 
 

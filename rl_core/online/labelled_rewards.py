@@ -31,9 +31,14 @@ from rl_core.online.experience_log import ExperienceLogReader
 from rl_core.online.labels import Label, choose_prevailing_label, create_pseudo_label
 from rl_core.online.voting import normalise_answer
 from rl_core.rewards.orchestrator import WEIGHTED_PREFIX, RewardOrchestrator
-from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
+from rl_core.rollouts.episode_sequence import (
+    compute_cut_reward,
+    normalize_messages,
+    normalize_step,
+    was_last_action_played,
+)
 from rl_core.settings import OnlineLabelSettings
-from rl_core.types import Conversation, Rollout, RolloutGroup, StopReason, Trajectory
+from rl_core.types import Conversation, Rollout, RolloutGroup, Trajectory
 
 REPLAY_TIMEOUT_SECONDS = 60.0  # per call of an environment that can block
 
@@ -163,31 +168,32 @@ def _replay_episode(rollout: Rollout, text: str, environment: Environment) -> Ro
         try:
             call(lambda: normalize_messages(episode.reset()))
             episode.target = text
-            reward, success, grounded = 0.0, False, None
+            reward, step = 0.0, Step()
             for turn in recorded.turns:
-                if turn is recorded.turns[-1] and _is_cut_off(recorded.stop_reason, turn):
+                if turn is recorded.turns[-1] and not was_last_action_played(
+                    recorded, episode.cut_reward, step.answer
+                ):
                     break
                 step = call(functools.partial(_step_episode, episode, turn.action))
                 reward += step.reward
-                success, grounded = bool(step.success), step.is_grounded
                 if step.terminated or step.truncated:
                     break
+            if not (step.terminated or step.truncated):
+                reward += compute_cut_reward(recorded, episode)
         finally:
             call(episode.close)
     except (SettingsError, EnvironmentFault):
         raise
     except (Exception, SystemExit) as error:
         raise EnvironmentFault(f"{description}: {type(error).__name__}: {error}") from error
-    return _copy_rollout(rollout, reward=reward, success=success, is_grounded=grounded, target=text)
+    success = bool(step.success)
+    return _copy_rollout(
+        rollout, reward=reward, success=success, is_grounded=step.is_grounded, target=text
+    )
 
 
 def _step_episode(episode: Episode, action: str) -> Step:
     return normalize_step(episode.step(action))
-
-
-def _is_cut_off(stop_reason: str, turn: Any) -> bool:
-    """Return whether a limit truncated the last action, so that the environment never saw it."""
-    return stop_reason == StopReason.MAX_TOKENS and turn.tool_call is None and not turn.is_error
 
 
 class ExperienceScorer:

@@ -19,7 +19,7 @@ from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.process_reward import DecodeIds, StepScorer
 from rl_core.rewards.user_function import RewardFunction
-from rl_core.settings import RewardSettings, build_settings
+from rl_core.settings import PolicySettings, RewardSettings, build_settings
 from rl_core.settings.base import Settings
 from rl_core.types import Rollout, RolloutGroup
 
@@ -166,6 +166,10 @@ class MixtureRewards(RewardOrchestrator):
         """Return value and weight of each component in the rollout's environment."""
         return self.parts[rollout.trajectory.environment].read_components(rollout, penalties)
 
+    def read_task_weight(self, rollout: Rollout) -> float:
+        """Return the current weight of `task` in the rollout's environment."""
+        return self.parts[rollout.trajectory.environment].read_task_weight(rollout)
+
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
         """Return the hacking monitors' metrics: correlations averaged over the environments, the alarm of any."""
         parts: list[tuple[int, dict[str, float]]] = []
@@ -238,6 +242,35 @@ def merge_reward_options(base: RewardSettings, changes: Mapping[str, Any]) -> Re
         return dataclasses.replace(base, **values)
     except SettingsError as error:
         raise SettingsError(f"reward_options.{error}") from error
+
+
+def check_part_credit(settings: PolicySettings, environment: Environment) -> None:
+    """Refuse rewards of one environment of a mixture that credit by turn or by step would misread or ignore.
+
+    Raises: SettingsError naming the environment, as `PolicySettings` does for the rewards of the stage.
+    """
+    if not isinstance(environment, MixtureEnvironment):
+        return
+    for part in environment.parts:
+        entry = part.settings
+        rewards = dict(entry.rewards or settings.rewards)
+        try:
+            options = merge_reward_options(settings.reward_options, entry.reward_options)
+            options = dataclasses.replace(
+                options,
+                normalise=tuple(name for name in options.normalise if name in rewards),
+                cache=tuple(name for name in options.cache if name in rewards),
+            )
+            own = dataclasses.replace(
+                settings, rewards=rewards, reward_options=options, curriculum=()
+            )
+            if "process" in rewards and own.uses_step_credit != settings.uses_step_credit:
+                raise SettingsError(
+                    "reward_options.process.credit: is the same for all environments; name `process` in the rewards "
+                    "of the policy stage, too (a weight of 0 will do), and set its credit there"
+                )
+        except SettingsError as error:
+            raise SettingsError(f"environment '{part.name}': {error}") from error
 
 
 def build_rewards(

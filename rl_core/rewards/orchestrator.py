@@ -288,6 +288,10 @@ class RewardOrchestrator:
                 components[name] = (contribution / weight, weight)
         return components | {name: (rewards[name], 1.0) for name in penalties if name in rewards}
 
+    def read_task_weight(self, rollout: Rollout) -> float:
+        """Return the current weight of the environment's own reward in a rollout's total."""
+        return self.weights.get("task", 0.0)
+
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
         """Return metrics of the hacking monitor for an iteration's scored rollouts: reward/correlation/...,
         reward/alarm.

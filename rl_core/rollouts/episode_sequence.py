@@ -356,6 +356,30 @@ class EpisodeSequence:
             ) from error
 
 
+def was_last_action_played(trajectory: Trajectory, cut_reward: float, answer: str | None) -> bool:
+    """Return whether the environment was shown the last action of an episode.
+
+    It was not if the limit of tokens cut the action off. If it was, and its observation did not fit, the step left a
+    trace: a call, an error, values, a reward or an answer.
+
+    Args:
+        cut_reward: of the episode.
+        answer: of the step before; None = there was none.
+    """
+    if trajectory.stop_reason != StopReason.MAX_TOKENS:
+        return True
+    turn = trajectory.turns[-1]
+    has_trace = bool(turn.tool_call is not None or turn.is_error or turn.info)
+    has_trace = has_trace or turn.state is not None or turn.reward != cut_reward
+    return has_trace or trajectory.answer != answer
+
+
+def compute_cut_reward(trajectory: Trajectory, episode: Episode) -> float:
+    """Return what the environment gave because a limit of the sampler ended the episode; 0 = none did."""
+    is_cut = trajectory.stop_reason in (StopReason.MAX_TOKENS, StopReason.MAX_TURNS)
+    return episode.cut_reward if is_cut else 0.0
+
+
 def _run_timed(step: Callable[[], Step]) -> Step:
     with span("environment"):
         return step()

@@ -17,10 +17,22 @@ from typing import Any
 from rl_core.environments.agent import Agent
 from rl_core.environments.environment import Environment, Episode, Step, call_with_time_limit
 from rl_core.environments.failed_episodes import FailedEpisode, format_error_trace
+from rl_core.environments.two_player import (
+    TwoPlayerEnvironment,
+    TwoPlayerGame,
+    build_last_step,
+    check_game_length,
+    read_seat,
+)
 from rl_core.errors import EnvironmentFault
 from rl_core.rewards.user_function import RewardFunction, RewardSignature
 from rl_core.rollouts.agent_replay import replay_agent
-from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
+from rl_core.rollouts.episode_sequence import (
+    compute_cut_reward,
+    normalize_messages,
+    normalize_step,
+    was_last_action_played,
+)
 from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
 
 TIMEOUT_TEXT = "has not returned within"  # part of the message for a hanging call
@@ -69,7 +81,11 @@ def replay_episode(
         _play_agent(environment, trajectory, failed, replay)
     else:
         opening = failed.messages if failed is not None else []
-        _play_actions(environment, trajectory, opening, replay, timeout_s)
+        moves = trajectory.info.get("game_moves") if failed is None else failed.game_moves
+        if isinstance(environment, TwoPlayerEnvironment) and moves is not None:
+            _play_game(environment, trajectory, moves, opening, replay, timeout_s)
+        else:
+            _play_actions(environment, trajectory, opening, replay, timeout_s)
     if failed is not None and in_environment:
         if not (TIMEOUT_TEXT in failed.error and TIMEOUT_TEXT in replay.error):
             replay.compare_values(
@@ -113,6 +129,33 @@ def _play_agent(
         replay.compare_values("success", trajectory.success, outcome.score.success)
 
 
+def _call_environment(
+    trajectory: Trajectory, replay: EpisodeReplay, timeout_s: float, function: Callable[[], Any]
+) -> Any:
+    """Call the environment; record what it raises and return None then."""
+    label = f"environment '{trajectory.environment}', level '{trajectory.level}', seed {trajectory.seed}"
+    try:
+        return call_with_time_limit(timeout_s, label, function)
+    except (Exception, SystemExit) as error:
+        is_late = isinstance(error, EnvironmentFault) and TIMEOUT_TEXT in str(error)
+        replay.error = (
+            f"a call {TIMEOUT_TEXT} {timeout_s:g} s"
+            if is_late
+            else f"{type(error).__name__}: {error}"
+        )
+        replay.trace = format_error_trace(error)
+        replay.lines.append(f"  error: {replay.error}")
+        return None
+
+
+def _close(played: Episode | TwoPlayerGame, replay: EpisodeReplay, timeout_s: float) -> None:
+    """Close what an episode or a game holds open; an error of that changes no result."""
+    try:
+        call_with_time_limit(timeout_s, "the replay", played.close)
+    except (Exception, SystemExit) as error:
+        replay.lines.append(f"  its close failed: {type(error).__name__}: {error}")
+
+
 def _play_actions(
     environment: Environment,
     trajectory: Trajectory,
@@ -120,40 +163,35 @@ def _play_actions(
     replay: EpisodeReplay,
     timeout_s: float,
 ) -> None:
-    label = f"environment '{trajectory.environment}', level '{trajectory.level}', seed {trajectory.seed}"
-
-    def call(function: Callable[[], Any]) -> Any:
-        try:
-            return call_with_time_limit(timeout_s, label, function)
-        except (Exception, SystemExit) as error:
-            is_late = isinstance(error, EnvironmentFault) and TIMEOUT_TEXT in str(error)
-            replay.error = (
-                f"a call {TIMEOUT_TEXT} {timeout_s:g} s"
-                if is_late
-                else f"{type(error).__name__}: {error}"
-            )
-            replay.trace = format_error_trace(error)
-            replay.lines.append(f"  error: {replay.error}")
-            return None
-
+    call = functools.partial(_call_environment, trajectory, replay, timeout_s)
     episode: Episode | None = call(
         lambda: environment.episode(seed=trajectory.seed, level=trajectory.level)
     )
-    messages = call(lambda: normalize_messages(episode.reset())) if episode is not None else None
-    if episode is None or messages is None:
+    if episode is None:
         return
-    prompt = next(
-        (message["content"] for message in reversed(messages) if message["role"] == "user"), ""
-    )
-    replay.lines.append(f"prompt: {_truncate_text(prompt)}")
-    if opening:
-        replay.compare_values("opening messages", list(opening), messages)
-    else:
-        replay.compare_values("prompt", trajectory.prompt, prompt)
+    try:
+        _play_episode(episode, trajectory, opening, replay, call)
+    finally:
+        _close(episode, replay, timeout_s)
+
+
+def _play_episode(
+    episode: Episode,
+    trajectory: Trajectory,
+    opening: Sequence[Message],
+    replay: EpisodeReplay,
+    call: Callable[[Callable[[], Any]], Any],
+) -> None:
+    messages = call(lambda: normalize_messages(episode.reset()))
+    if messages is None:
+        return
+    _show_opening(messages, trajectory, opening, replay)
     total, last = 0.0, Step()
     for number, turn in enumerate(trajectory.turns, start=1):
         replay.lines.append(f"turn {number}: {_truncate_text(turn.action)}")
-        if turn is trajectory.turns[-1] and _is_cut_off(trajectory, turn):
+        if turn is trajectory.turns[-1] and not was_last_action_played(
+            trajectory, episode.cut_reward, last.answer
+        ):
             replay.lines.append("  cut off by the token limit: not sent to the environment")
             break
         step = call(functools.partial(_step_episode, episode, turn.action))
@@ -166,23 +204,108 @@ def _play_actions(
         if _show_step(number, turn, step, trajectory, replay):
             break
     if trajectory.stop_reason != StopReason.FAILED:
-        _compare_outcome(trajectory, episode, last, total, replay)
+        total += compute_cut_reward(trajectory, episode)
+        _compare_outcome(trajectory, episode.target, last, total, replay)
+
+
+def _show_opening(
+    messages: Sequence[Message],
+    trajectory: Trajectory,
+    opening: Sequence[Message],
+    replay: EpisodeReplay,
+) -> None:
+    """Show the prompt and compare it; `opening`: all recorded messages, of a failed episode."""
+    prompt = next(
+        (message["content"] for message in reversed(messages) if message["role"] == "user"), ""
+    )
+    replay.lines.append(f"prompt: {_truncate_text(prompt)}")
+    if opening:
+        replay.compare_values("opening messages", list(opening), messages)
+    else:
+        replay.compare_values("prompt", trajectory.prompt, prompt)
+
+
+def _play_game(
+    environment: TwoPlayerEnvironment,
+    trajectory: Trajectory,
+    moves: Sequence[str],
+    opening: Sequence[Message],
+    replay: EpisodeReplay,
+    timeout_s: float,
+) -> None:
+    """Play a game between policies again, with the moves of both; compare what the recorded player saw and earned."""
+    call = functools.partial(_call_environment, trajectory, replay, timeout_s)
+    game: TwoPlayerGame | None = call(
+        lambda: environment.create_game(trajectory.seed, trajectory.level)
+    )
+    if game is None:
+        return
+    try:
+        call(game.begin)
+        _play_moves(game, trajectory, moves, opening, replay, call)
+        if replay.error or game.outcome is None:
+            return
+        player = read_seat(trajectory.kind)
+        move = trajectory.turns[-1].action if trajectory.turns else ""
+        step = call(lambda: normalize_step(build_last_step(game, player, move)))
+        if step is not None and trajectory.stop_reason != StopReason.FAILED:
+            replay.compare_values(
+                "reason of the end", trajectory.info["reason"], step.info["reason"]
+            )
+            _compare_outcome(trajectory, "", step, step.reward, replay)
+    finally:
+        _close(game, replay, timeout_s)
+
+
+def _take_messages(game: TwoPlayerGame, player: int) -> list[Message]:
+    return normalize_messages(game.take_messages(player))
+
+
+def _play_moves(
+    game: TwoPlayerGame,
+    trajectory: Trajectory,
+    moves: Sequence[str],
+    opening: Sequence[Message],
+    replay: EpisodeReplay,
+    call: Callable[[Callable[[], Any]], Any],
+) -> None:
+    """Play the recorded moves; the player whose move is missing then has lost by a limit (`forfeit`)."""
+    seat, forfeit = read_seat(trajectory.kind), trajectory.info.get("forfeit")
+    remaining, seen = list(moves), 0  # observations of the recorded player
+    while not replay.error and game.outcome is None:
+        mover = game.to_move
+        messages = call(functools.partial(_take_messages, game, mover))
+        if messages is None:
+            return
+        if not messages:
+            replay.error = "a player got no message to act on"
+            return
+        if mover == seat and seen == 0:
+            _show_opening(messages, trajectory, opening, replay)
+        elif mover == seat and (known := trajectory.turns[seen - 1].observation) is not None:
+            text = "\n".join(message["content"] for message in messages)
+            replay.lines.append(f"  -> {_truncate_text(text)}")
+            replay.compare_values(f"observation of turn {seen}", known, text)
+        seen += mover == seat
+        if remaining:
+            move = remaining.pop(0)
+            replay.lines.append(f"player {mover}: {_truncate_text(move)}")
+            call(functools.partial(game.play, move))
+            if not remaining and game.outcome is None:
+                call(lambda: check_game_length(len(moves)))
+        elif forfeit is not None:
+            replay.lines.append(f"player {mover}: {_truncate_text(forfeit)}")
+            call(functools.partial(game.forfeit, forfeit))
+            forfeit = None
+        else:
+            if trajectory.stop_reason != StopReason.FAILED:
+                replay.compare_values("end of the game", True, False)
+            return
+    replay.compare_values("recorded moves that were not played", 0, len(remaining))
 
 
 def _step_episode(episode: Episode, action: str) -> Step:
     return normalize_step(episode.step(action))
-
-
-def _is_cut_off(trajectory: Trajectory, turn: Turn) -> bool:
-    """Return whether the last action was cut off.
-
-    An observation that did not fit leaves a tool call or an error in the turn.
-    """
-    return (
-        trajectory.stop_reason == StopReason.MAX_TOKENS
-        and turn.tool_call is None
-        and not turn.is_error
-    )
 
 
 def _show_step(
@@ -216,7 +339,7 @@ def _show_step(
 
 
 def _compare_outcome(
-    trajectory: Trajectory, episode: Episode, last: Step, total: float, replay: EpisodeReplay
+    trajectory: Trajectory, target: str, last: Step, total: float, replay: EpisodeReplay
 ) -> None:
     replay.compare_values("answer", trajectory.answer, last.answer)
     if trajectory.success is not None:
@@ -224,7 +347,7 @@ def _compare_outcome(
     replay.compare_values(
         "reward of the environment", trajectory.rewards.get("task", trajectory.reward), total
     )
-    replay.compare_values("right answer (target)", trajectory.target, episode.target)
+    replay.compare_values("right answer (target)", trajectory.target, target)
 
 
 def _score_trajectory(

@@ -15,17 +15,18 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.environments.step_pool import Observation, ReplacementContext, StepPool, TurnOutcome
 from rl_core.environments.two_player import (
-    MAX_GAME_MOVES,
     NUM_PLAYERS,
     GameOutcome,
     TwoPlayerEnvironment,
     TwoPlayerGame,
     build_last_step,
+    check_game_length,
     describe_seat,
 )
 from rl_core.errors import EnvironmentFault
@@ -34,6 +35,7 @@ from rl_core.rollouts.episode_sequence import (
     EpisodeRequest,
     EpisodeSequence,
     Renderer,
+    normalize_messages,
     normalize_step,
 )
 from rl_core.settings import SamplingSettings
@@ -222,9 +224,10 @@ class _SeatSequence(EpisodeSequence):
             None,
             seed,
             plan.sample,
-            on_failure,
+            self._report_failure,
         )
         self.player = player
+        self._report, self._game_moves = on_failure, list[str]()
         self.context: list[int] | None = None  # of the next turn; None = the player has not begun
         self.num_turns = 0
         self._waiting: tuple[list[int], list[float], bool] | None = None  # an unanswered action
@@ -294,8 +297,18 @@ class _SeatSequence(EpisodeSequence):
             self._last_step, self._reward = step, self._reward + step.reward
             turn.reward, turn.info, turn.is_error = step.reward, step.info, step.is_error
 
-    def record_fault(self, fault: EnvironmentFault, where: str) -> None:
-        """Record that the game failed. Raises: EnvironmentFault if too many have failed."""
+    def _report_failure(self, episode: FailedEpisode) -> None:
+        episode.game_moves = self._game_moves
+        self._report(episode)
+
+    def record_fault(self, fault: EnvironmentFault, where: str, moves: Sequence[str]) -> None:
+        """Record that the game failed.
+
+        Args:
+            moves: of both players so far, for a replay.
+        Raises: EnvironmentFault if too many have failed.
+        """
+        self._game_moves = list(moves)
         if (
             self._waiting is not None
         ):  # the action that the game did not answer belongs to the record
@@ -349,7 +362,8 @@ class _LiveGame:
         ]
         self._game: TwoPlayerGame | None = None
         self._outcome: GameOutcome | None = None
-        self._num_moves = 0
+        self._moves: list[str] = []  # of both players
+        self._forfeit: str | None = None  # why a player had no move left
         self._where = ""  # what the environment is called for
 
     def build_turn(self) -> _Turn:
@@ -362,7 +376,7 @@ class _LiveGame:
         reason: str | None = None
         self._where = "the game's begin"
         if self._game is not None:
-            self._where = f"move {self._num_moves + 1} of the game"
+            self._where = f"move {len(self._moves) + 1} of the game"
             seat = self._seats[self._game.to_move]
             reason = seat.limit_reason
             move = seat.read_move() if reason is None else None
@@ -376,35 +390,40 @@ class _LiveGame:
             self._game = self._environment.create_game(request.seed, request.level)
             self._game.begin()
         elif reason is not None:
+            self._forfeit = reason
             self._game.forfeit(reason)
+            if self._game.outcome is None:
+                raise EnvironmentFault("the game's forfeit() has not ended it")
         else:
             assert move is not None
-            self._num_moves += 1
+            self._moves.append(move)
             self._game.play(move)
         game = self._game
         while game.outcome is None:
             messages = game.take_messages(game.to_move)
             if self.plan.players[game.to_move] != RANDOM_PLAYER:
                 return messages
-            game.play(game.choose_random_move(self._rng))
-            self._num_moves += 1
-            if self._num_moves > MAX_GAME_MOVES:
-                raise EnvironmentFault(f"the game has not ended after {MAX_GAME_MOVES} moves")
+            self._moves.append(game.choose_random_move(self._rng))
+            game.play(self._moves[-1])
+            check_game_length(len(self._moves))
         return None
 
     def take_result(self, call: Callable[[], list[Message] | None]) -> None:
         """Take the result of the environment's work; a fault of it ends the game."""
         try:
-            messages = self._seats[0]._call_environment(call)
+            call_environment = self._seats[0]._call_environment
+            messages = call_environment(call)
             game = self._running_game
             if messages is None:
                 self._finish()
                 return
             if not messages:
                 raise EnvironmentFault(f"{self.description}: a player got no message to act on")
+            # Here, not in the seat: its own failure would be a loss of the player.
+            messages = call_environment(normalize_messages, messages)
         except EnvironmentFault as fault:
             for player in self.plan.recorded:
-                self._seats[player].record_fault(fault, self._where)
+                self._seats[player].record_fault(fault, self._where, self._moves)
             return
         seat = self._seats[game.to_move]
         if seat.context is None:
@@ -417,13 +436,18 @@ class _LiveGame:
 
     def _finish(self) -> None:
         game = self._running_game
+        moved = [seat for seat in self._seats if seat.num_turns]
+        steps = [
+            seat._call_environment(build_last_step, game, seat.player, seat.last_move)
+            for seat in moved
+        ]
         self._outcome = game.outcome
-        for seat in self._seats:
-            if seat.num_turns:
-                opponent = self.plan.players[1 - seat.player]
-                step = build_last_step(game, seat.player, seat.last_move)
-                step.info |= {"opponent": opponent}
-                seat.finish(step)
+        record: dict[str, Any] = {"game_moves": list(self._moves)}  # for a replay
+        if self._forfeit is not None:
+            record["forfeit"] = self._forfeit
+        for seat, step in zip(moved, steps, strict=True):
+            step.info |= {"opponent": self.plan.players[1 - seat.player], **record}
+            seat.finish(step)
 
     @property
     def _running_game(self) -> TwoPlayerGame:
@@ -432,7 +456,7 @@ class _LiveGame:
 
     def build_result(self, policy_version: int) -> PlayedGame:
         """Return the game with the rollouts of its recorded players."""
-        result = PlayedGame(self.plan, self._outcome, self._num_moves)
+        result = PlayedGame(self.plan, self._outcome, len(self._moves))
         if self._outcome is not None:
             for player in self.plan.recorded:
                 seat = self._seats[player]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,6 +56,10 @@ class SelfPlaySettings(Settings):
                 "current_share: 1 plays no game against the pool; set opponent: current, or a share below 1"
             )
 
+    def count_current_pairs(self, num_pairs: int) -> int:
+        """Return how many pairs of prompts of an iteration are played against the current policy, with a pool."""
+        return min(num_pairs, math.floor(self.current_share * num_pairs + 0.5))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoleBaselineSettings(Settings):
@@ -107,6 +112,13 @@ def check_self_play(settings: Any) -> None:
         raise SettingsError(
             "self_play: each deal is played from both seats, so prompts_per_iteration "
             f"{settings.prompts_per_iteration} must be even"
+        )
+    num_pairs = settings.prompts_per_iteration // 2
+    plays_pool = settings.self_play.opponent == "pool"
+    if plays_pool and settings.self_play.count_current_pairs(num_pairs) == num_pairs:
+        raise SettingsError(
+            f"self_play.current_share: {settings.self_play.current_share:g} of {num_pairs} pairs of prompts rounds to "
+            "all of them, so no game is played against the pool; lower it, or raise prompts_per_iteration"
         )
     if settings.sampling_tries:
         raise SettingsError(

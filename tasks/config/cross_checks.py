@@ -31,6 +31,7 @@ from tasks.config.mixture_checks import (
     check_mixture_rewards,
     check_trained_levels,
     describe_environment_names,
+    include_mixture_rewards,
     list_level_names,
     locate_environment_error,
     replace_missing_files,
@@ -143,7 +144,7 @@ def find_unlogged_alerts(settings: PipelineSettings) -> Iterator[ConfigProblem]:
         re.compile("[^/]+".join(map(re.escape, re.split(r"\{\w+\}", name)))) for name in names
     ]
     exact_names = [name for name in names if "{" not in name]
-    policy = settings.stages.policy
+    policy = include_mixture_rewards(settings)
     for alert in settings.tracking.alerts:
         is_known = any(pattern.fullmatch(alert) for pattern in patterns)
         if not is_known and (policy is None or find_metric_range(alert, policy) is None):
@@ -194,7 +195,10 @@ def check_combinations(
         *_check_environment(settings, import_code),
         *_check_agent(settings),
         *_check_rewards(settings, import_code),
-        *(_Finding(problem, about) for problem, about in check_curriculum(settings.stages.policy)),
+        *(
+            _Finding(problem, about)
+            for problem, about in check_curriculum(include_mixture_rewards(settings))
+        ),
         *(_Finding(problem, (problem.key[:-1],)) for problem in check_memory(settings)),
         *(
             _Finding(problem, (NETWORK_KEY,))

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl_core.curriculum.watched_metrics import include_rewards
 from rl_core.errors import PosttrainError, SettingsError
-from rl_core.settings import RewardSettings
+from rl_core.settings import PolicySettings, RewardSettings
 from tasks.config.policy_checks import POLICY_KEY
 from tasks.config.problems import ConfigProblem, Key
 from tasks.config.settings import PipelineSettings
@@ -67,6 +68,14 @@ def describe_environment_names(environment: Environment) -> str:
     )
 
 
+def include_mixture_rewards(settings: PipelineSettings) -> PolicySettings | None:
+    """Return the policy stage with the reward components of all environments, for the names of their metrics."""
+    policy = settings.stages.policy
+    if policy is None:
+        return None
+    return include_rewards(policy, [name for e in settings.environments for name in e.rewards])
+
+
 def check_trained_levels(settings: PipelineSettings) -> Iterator[ConfigProblem]:
     """Refuse curriculum stages that train on environments of weight 0."""
     unused = {entry.resolved_label for entry in settings.environments if not entry.weight}
@@ -85,9 +94,10 @@ def check_mixture_rewards(
     """Check that the rewards of every environment exist and can use its rows."""
     from rl_core.environments.mixture import LabelledEnvironment  # imports torch
     from rl_core.environments.prompts import Prompts
-    from rl_core.rewards.mixture_rewards import merge_reward_options
+    from rl_core.rewards.mixture_rewards import check_part_credit, merge_reward_options
 
     policy, evaluate = settings.stages.policy, settings.stages.evaluate
+    are_options_valid = True
     for index, part in enumerate(environment.parts):
         assert isinstance(part, LabelledEnvironment)
         entry, block = settings.environments[index], ("environments", index)
@@ -101,6 +111,7 @@ def check_mixture_rewards(
         except SettingsError as error:
             name, _, text = str(error).partition(": ")
             yield ConfigProblem((*block, *name.split(".")), text)
+            are_options_valid = False
             continue
         weights = entry.rewards or policy.rewards
         key = (*block, "rewards") if entry.rewards else (*POLICY_KEY, "rewards")
@@ -117,6 +128,11 @@ def check_mixture_rewards(
                 "reward, as in `rewards: {exact: 1.0}`"
             )
             yield ConfigProblem((*block, "rewards"), text)
+    if policy is not None and are_options_valid:
+        try:
+            check_part_credit(policy, environment)
+        except SettingsError as error:
+            yield ConfigProblem(("environments",), str(error))
 
 
 def _check_components(

@@ -84,7 +84,7 @@ def build_sample_groups(
     *,
     bootstrap_limits: bool = False,
     mask_truncated: bool = False,
-    task_weight: float | None = None,
+    read_task_weight: Callable[[Rollout], float] | None = None,
     read_components: Callable[[Rollout], Mapping[str, tuple[float, float]]] | None = None,
     read_step_reward: Callable[[Rollout], tuple[float, float]] | None = None,
 ) -> list[SampleGroup]:
@@ -95,7 +95,8 @@ def build_sample_groups(
             as a rollout truncated by its environment always does. False = such a limit is part of the task and ends it.
         mask_truncated: the tokens of a rollout that was cut by the token limit or the context carry no loss; its reward
             still counts in its group.
-        task_weight: of the environment's reward in the total, for credit by turn; None = no turns are needed.
+        read_task_weight: weight of the environment's reward in a rollout's total, for credit by turn; None = no turns
+            are needed.
         read_components: value and weight of each reward component of an unmasked rollout; None = nothing reads them.
         read_step_reward: value and weight of its process reward; None = no credit by step.
     """
@@ -108,7 +109,11 @@ def build_sample_groups(
             row = _mask_nonfinite_tokens(row)
         if mask_truncated and is_cut_by_token_limit(rollout):
             row = dataclasses.replace(row, loss_mask=[False] * len(row.loss_mask))
-        turns = [] if task_weight is None else build_sample_turns(rollout, task_weight)
+        turns = (
+            []
+            if read_task_weight is None
+            else build_sample_turns(rollout, read_task_weight(rollout))
+        )
         trajectory, steps = rollout.trajectory, rollout.step_scores
         step_value = step_weight = 0.0
         if read_step_reward is None or rollout.is_masked:

@@ -132,7 +132,7 @@ class SelfPlay:
         """Choose the opponent of each request."""
         if self.settings.opponent != "pool":
             return [self.settings.opponent] * count
-        num_current = min(count, math.floor(self.settings.current_share * count + 0.5))
+        num_current = self.settings.count_current_pairs(count)
         drawn = self.pool.draw_opponents(iteration, max(1, count - num_current))
         return [CURRENT_PLAYER] * num_current + [s.name for s in drawn[: count - num_current]]
 

@@ -27,6 +27,7 @@ from rl_core.environments.two_player import NUM_PLAYERS
 from rl_core.inference.sampling import RolloutBackend, compute_sequence_seed
 from rl_core.models.hidden_states import TurnEmbeddings, compute_turn_embeddings
 from rl_core.rewards.components import OverlongPenalty
+from rl_core.rewards.mixture_rewards import check_part_credit
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import TrainingSeedOrders
 from rl_core.rollouts.episode_sequence import EpisodeRequest, Renderer
@@ -155,6 +156,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         """
         settings = build_settings(settings, PolicySettings)
         check_models(settings, model, reference_model, teacher)
+        check_part_credit(settings, environment)
         self.curriculum = CurriculumManager(
             expand_curriculum(settings.curriculum, environment),
             environment.level_weights,
@@ -173,8 +175,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             process_group=process_group,
             max_failed_share=settings.sampling.max_failed_share,
         )
-        self.policy = model
-        self.settings = settings
+        self.policy, self.settings = model, settings
         self.rewards, self.evaluator = rewards, evaluator
         # Metrics of the newest evaluation, for the curriculum's next observation.
         self._latest_evaluation: dict[str, float] = {}
@@ -506,8 +507,8 @@ class PolicyGradientTrainer(RolloutTrainer):
             self.groups,
             bootstrap_limits=critic is not None and critic.bootstrap_limits,
             mask_truncated=settings.mask_truncated,
-            task_weight=(
-                None if settings.turn_credit is None else self.rewards.weights.get("task", 0.0)
+            read_task_weight=(
+                None if settings.turn_credit is None else self.rewards.read_task_weight
             ),
             read_components=self._read_components if self._needs_components else None,
             read_step_reward=self._read_step_reward if settings.uses_step_credit else None,

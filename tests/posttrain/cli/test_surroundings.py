@@ -168,6 +168,7 @@ def test_texts_of_models_and_environments_are_wrapped_and_escaped(tmp_path, monk
     for command in (
         ["replay"],
         ["replay", "policy/1/easy/2/0"],
+        ["replay", "policy/1/sums/easy/2/0"],
         ["store", "gc"],
         ["promote", "--pending", "demo"],
         ["compare", "a", "b"],

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -180,6 +181,29 @@ def test_a_full_disk_loses_no_session(recording, monkeypatch):
     assert len(read_episodes(recording.server.folder)) == 1
 
 
+def test_a_session_is_not_dropped_while_its_score_is_recorded(recording, monkeypatch):
+    session, began, may_end = open_session(recording), threading.Event(), threading.Event()
+    ask(session, ["x"])
+    file = recording.server.recorded.file
+    append_episode = file.append_episode
+
+    def append_late(row):
+        began.set()
+        assert may_end.wait(30)
+        append_episode(row)
+
+    monkeypatch.setattr(file, "append_episode", append_late)
+    with ThreadPoolExecutor(1) as threads:
+        scored = threads.submit(score, recording, session)
+        assert began.wait(30)
+        dropped = recording.client.delete(f"/v1/sessions/{session['id']}")
+        may_end.set()
+        assert scored.result()["repeated"] is False
+    assert dropped.status_code == 409 and dropped.json()["error"]["code"] == "session_scored"
+    assert recording.server.recorded.counts == {"opened": 1, "scored": 1}
+    assert len(read_episodes(recording.server.folder)) == 1
+
+
 def test_limits_bound_sessions_tenants_and_time(tmp_path, model_folder):
     limits = dict(max_sessions=3, max_tenant_sessions=2, session_calls=2, session_tokens=40)
     with running_server(tmp_path, model_folder, record=True, **limits) as server:
@@ -224,7 +248,8 @@ def test_bad_bodies_are_refused_by_name(recording, tmp_path, model_folder):
     session = open_session(recording)
     ask(session, ["x"])
     path = f"/v1/sessions/{session['id']}/score"
-    for text in ('{"reward": NaN}', '{"reward": "1"}', "{}", '{"reward": true}', "[]"):
+    infinite = ('{"reward": 1, "info": {"loss": NaN}}', '{"reward": 1, "info": {"loss": 1e999}}')
+    for text in ('{"reward": NaN}', '{"reward": "1"}', "{}", '{"reward": true}', "[]", *infinite):
         assert recording.client.post(path, content=text).status_code == 422, text
     assert "role" in ask(session, [{"role": "robot", "content": "x"}], status=422)["message"]
     with running_server(tmp_path / "plain", model_folder) as server:

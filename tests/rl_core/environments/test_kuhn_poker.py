@@ -139,6 +139,12 @@ def test_other_bluffs_can_be_exploited() -> None:
         build_equilibrium(0.4)
 
 
+def test_moves_whose_probabilities_round_to_more_than_1_are_scaled() -> None:
+    above = {key: {"pass": 0.75, "bet": 0.75} for key in SETS}
+    even = {key: {"pass": 0.5, "bet": 0.5} for key in SETS}
+    assert KuhnPoker().measure_strategy(above) == KuhnPoker().measure_strategy(even)
+
+
 def test_known_strategies_by_hand() -> None:
     uniform = {key: (0.5, 0.5, 0.0) for key in SETS}
     values = measure_exploitability(uniform)

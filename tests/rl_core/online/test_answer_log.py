@@ -164,6 +164,9 @@ def test_canaries_of_a_mixture_are_those_of_each_environment(tmp_path):
     assert {request.level for request in requests} >= {"sums/easy", "sums/medium"}
     assert sum(request.level == "pixel_grid/easy" for request in requests) == 4
     assert all(is_canary(mixture, request.level, request.seed) for request in requests)
+    # 2 of 4 episodes would not cover the three levels of one environment
+    few = build_canary_requests(mixture, ("sums", "pixel_grid/easy"), 4, 3, 0)
+    assert {request.level for request in few} == {request.level for request in requests}
     for seed in range(40):
         assert is_canary(mixture, "pixel_grid/easy", seed) == is_canary(grid, "easy", seed)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.online import experience
 from helpers.tiny import PAD, nano
+from helpers.typed_episodes import Looking, LookThenAnswer, Renderer, Typist
 
 import rl_core
 from rl_core.environments.arithmetic import Arithmetic
@@ -19,7 +20,9 @@ from rl_core.online.labels import Label, create_feedback_label
 from rl_core.online.voting import Ballot, tally_votes
 from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.orchestrator import WEIGHTED_PREFIX, RewardOrchestrator
-from rl_core.settings import RewardSettings
+from rl_core.rollouts.collect import collect_rollouts
+from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.settings import RewardSettings, SamplingSettings
 from rl_core.storage.append_log import encode_checked_line, parse_checked_line
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
@@ -166,12 +169,41 @@ def test_the_copies_are_the_offline_trajectories():
 
 def test_a_truncated_action_is_not_passed_to_the_environment():
     rollouts, _ = build_requests()
-    trajectory = dataclasses.replace(rollouts[2].trajectory, stop_reason="max_tokens")
+    played = rollouts[2].trajectory
+    turns = [*played.turns[:-1], dataclasses.replace(played.turns[-1], reward=0.0)]
+    trajectory = dataclasses.replace(played, stop_reason="max_tokens", turns=turns, answer=None)
     cut = dataclasses.replace(rollouts[2], trajectory=trajectory)
     (labelled,) = apply_label(
         build_served([cut], 0), Label("answer", "feedback", text=trajectory.target), ENVIRONMENT
     )
     assert labelled.trajectory.reward == 0.0 and not labelled.success
+
+
+def test_a_game_that_a_limit_ends_is_lost_under_a_right_answer_too():
+    class OpenEpisode(LookThenAnswer):
+        cut_reward = -1.0
+
+    class Game(Looking):
+        blocking = False
+
+        def episode(self, seed, level):
+            return OpenEpisode(seed, level)
+
+    (group,) = collect_rollouts(
+        Game(),
+        Typist(lambda sequence, turn: "L"),
+        Renderer(),
+        [EpisodeRequest("easy", 1)],
+        group_size=1,
+        sampling=SamplingSettings(max_turns=2),
+        seed=0,
+    )
+    (rollout,) = group.rollouts
+    assert rollout.reward == -1.5
+    (labelled,) = apply_label(
+        build_served([rollout], 0), Label("answer", "feedback", text="B"), Game()
+    )
+    assert labelled.reward == -1.5 and not labelled.success
 
 
 def test_chat_scores_and_played_rewards():

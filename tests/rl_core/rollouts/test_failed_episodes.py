@@ -291,6 +291,58 @@ def test_an_episode_that_ended_well_is_compared_turn_by_turn() -> None:
     assert "reward of the environment: recorded 0.5, now 0.5" not in differences
 
 
+class OpenEpisode(LookThenAnswer):
+    """A game without tools that a limit loses, and that must be closed."""
+
+    cut_reward = -1.0
+    num_closed = 0
+
+    def act(self, text: str) -> Step:
+        step = super().act(text)
+        step.tool_call = None
+        return step
+
+    def close(self) -> None:
+        OpenEpisode.num_closed += 1
+        raise OSError("closed twice")
+
+
+class OpenGame(Looking):
+    blocking = False
+
+    def episode(self, seed: int, level: str) -> Episode:
+        return OpenEpisode(seed, level)
+
+
+@pytest.mark.parametrize(
+    ("actions", "options", "reward"),
+    [
+        (["L", "L"], {"max_turns": 2}, -1.5),
+        (["L", [33] * 9], {"max_completion_tokens": 9}, -1.25),  # cut off: never sent
+        (["L"], {"max_completion_tokens": 4}, -1.25),  # sent; its observation had no room
+        (["L", "A"], {}, 0.75),
+    ],
+)
+def test_a_replay_of_a_cut_episode_earns_the_same_and_is_closed(
+    monkeypatch, actions, options, reward
+) -> None:
+    groups = collect_rollouts(
+        OpenGame(),
+        Typist(lambda sequence, turn: actions[turn]),
+        Renderer(),
+        [EpisodeRequest("easy", 1)],
+        group_size=1,
+        sampling=SamplingSettings(**options),
+        seed=0,
+    )
+    trajectory = groups[0].rollouts[0].trajectory
+    assert trajectory.reward == reward
+    monkeypatch.setattr(OpenEpisode, "num_closed", 0)
+    outcome = replay_episode(OpenGame(), trajectory)
+    assert outcome.differences == [] and OpenEpisode.num_closed == 1
+    assert outcome.lines[-1] == "  its close failed: OSError: closed twice"
+
+
 def test_a_reward_function_of_chance_is_named() -> None:
     (trajectory,), _ = record_episodes(["L", "A"])
     trajectory.rewards |= {"mine:score": 0.5, "mine:other": 2.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 from collections.abc import Callable, Iterator
 
@@ -11,11 +12,13 @@ from helpers.adapters import stand_in
 from helpers.two_player import SAMPLING, ScriptedBackend, build_policy
 
 from rl_core.environments import make_environment
+from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.environments.kuhn_poker import KuhnPoker, KuhnPokerGame
 from rl_core.environments.two_player import TwoPlayerEnvironment
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.episode_sequence import EpisodeRequest
+from rl_core.rollouts.replay import replay_episode
 from rl_core.rollouts.two_player_games import (
     CURRENT_PLAYER,
     RANDOM_PLAYER,
@@ -57,8 +60,9 @@ def play(
         yield
         backend.weights = CURRENT_PLAYER
 
+    environment, failed = environment or KuhnPoker(), [] if failed is None else failed
     result = play_two_player_games(
-        environment or KuhnPoker(),
+        environment,
         backend,
         policy.renderer,
         plans,
@@ -66,9 +70,20 @@ def play(
         seed=3,
         policy_version=7,
         use_player=use_player,
-        on_failure=(failed if failed is not None else []).append,
+        on_failure=failed.append,
     )
+    check_replays(environment, result, failed)
     return result, backend
+
+
+def check_replays(environment: TwoPlayerEnvironment, result: TwoPlayerResult, failed: list) -> None:
+    """Replay every seat and failure from its record."""
+    played = [rollout.trajectory for game in result.games for rollout in game.rollouts.values()]
+    for episode in [*played, *failed]:
+        if isinstance(episode, FailedEpisode) and "forfeit()" in episode.error:
+            continue  # what the player to move did is not in the record
+        recorded = type(episode).from_json(json.loads(json.dumps(episode.to_json())))
+        assert replay_episode(environment, recorded).differences == []
 
 
 def plan(seed: int, *players: str, recorded=(0, 1), number: int = 0, level="standard") -> GamePlan:
@@ -116,9 +131,39 @@ def test_both_seats_of_a_game_against_itself_are_rollouts_of_their_own_context(p
             "cards": "K Q",
             "moves": ["pass", "bet", "bet"],
             "opponent": "current",
+            "game_moves": ["pass", "bet", "bet"],
         }
     assert [turn.action for turn in first.trajectory.turns] == ["pass", "bet"]
     assert first.trajectory.turns[0].observation == "they bet"
+
+
+def test_a_replay_says_what_differs_in_a_game_and_closes_it(policy) -> None:
+    class Other(KuhnPokerGame):
+        num_closed = 0
+
+        def take_messages(self, player: int):
+            messages = super().take_messages(player)
+            return [{**m, "content": m["content"].replace("they bet", "raise")} for m in messages]
+
+        def close(self) -> None:
+            Other.num_closed += 1
+
+    class Others(KuhnPoker):
+        def create_game(self, seed: int, level: str):
+            return Other(("K", "Q") if seed == find_seed("K", "J") else ("Q", "J"))
+
+    def choose(weights: str, text: str) -> str:
+        return "pass" if "first" in text and "they" not in text else "bet"
+
+    result, _ = play(policy, choose, [plan(find_seed("K", "J"), "current", "old")])
+    first, second = (result.games[0].rollouts[seat].trajectory for seat in (0, 1))
+    assert replay_episode(Others(), first).differences == [
+        "observation of turn 1: recorded they bet, now raise",
+    ]
+    assert replay_episode(Others(), second).differences == [
+        "prompt: recorded card J second they pass, now card Q second they pass",
+    ]
+    assert Other.num_closed == 2
 
 
 def test_an_opponent_is_played_with_its_weights_and_leaves_no_token(policy) -> None:
@@ -261,6 +306,59 @@ def test_a_game_that_fails_leaves_the_others(policy, monkeypatch, is_blocking, c
     assert len(failed) == 4 and all("the table is gone" in row.error for row in failed)
     assert failed[0].failed_in == "move 2 of the game" and failed[0].trajectory.turns
     assert "its close failed" in caplog.text
+
+
+class BrokenPokerGame(KuhnPokerGame):
+    """A game whose message, description or forfeit breaks the protocol."""
+
+    broken = ""
+
+    def take_messages(self, player: int):
+        messages = super().take_messages(player)
+        return [{"role": "tool"}] if self.broken == f"message {player}" else messages
+
+    def forfeit(self, reason: str) -> None:
+        if self.broken != "forfeit":
+            super().forfeit(reason)
+
+    def describe(self):
+        if self.broken == "describe":
+            raise KeyError("cards")
+        return super().describe()
+
+
+class BrokenPoker(KuhnPoker):
+    def create_game(self, seed: int, level: str):
+        return BrokenPokerGame(super().create_game(seed, level).cards)
+
+
+@pytest.mark.parametrize("players", [("current", "current"), ("current", "old")])
+@pytest.mark.parametrize(
+    ("broken", "error"),
+    [
+        ("message 0", "no text as its content"),
+        ("message 1", "no text as its content"),
+        ("describe", "KeyError: 'cards'"),
+        ("forfeit", "the game's forfeit() has not ended it"),
+    ],
+)
+def test_a_game_that_breaks_the_protocol_is_no_loss_of_a_player(
+    policy, monkeypatch, players, broken, error
+) -> None:
+    monkeypatch.setattr(BrokenPokerGame, "broken", broken)
+    failed: list = []
+    recorded = (0, 1) if players[1] == CURRENT_PLAYER else (0,)
+    result, _ = play(
+        policy,
+        lambda *_: "bet",
+        [plan(0, *players, recorded=recorded)],
+        environment=BrokenPoker(),
+        failed=failed,
+        sampling=SamplingSettings(max_completion_tokens=1 if broken == "forfeit" else 24),
+    )
+    assert [(game.outcome, game.rollouts) for game in result.games] == [(None, {})]
+    assert [row.trajectory.kind for row in failed] == [f"player {seat}" for seat in recorded]
+    assert all(error in row.error for row in failed)
 
 
 def test_a_game_that_never_ends_is_a_fault(policy) -> None:

@@ -13,6 +13,7 @@ from tasks.pipeline.stage_key import collect_stage_key, digest_environment_files
 
 SUMS = {"name": "arithmetic", "label": "sums", "levels": {"easy": 1}}
 GRID = {"name": "pixel_grid", "weight": 2.0}
+PROCESS = {"process": {"function": "json:dumps"}}
 
 
 def find_problems(*environments, stages=None, **values):
@@ -88,6 +89,51 @@ CASES = [
 def test_environments_that_cannot_be_used_are_refused_at_their_key(environments, key, text):
     problems = find_problems(*environments)
     assert list(problems) == [key] and text in problems[key]
+
+
+def test_rewards_of_one_environment_can_be_watched():
+    sums = {**SUMS, "rewards": {"task": 1, "length": 0.1}}
+
+    def find(metric, *environments):
+        stages = {"sft": {}, "policy": {"early_stop": {"metric": metric}}}
+        tracking = {"alerts": {metric: "> 1.0"}}
+        return list(find_problems(*environments, stages=stages, tracking=tracking))
+
+    for metric in ("reward/length", "reward/weighted/length"):
+        assert find(metric, sums, GRID) == []
+        assert find(metric) == ["stages.policy.early_stop.metric"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "policy", "text"),
+    [
+        (
+            {"reward_options": {"normalise": ["task"]}},
+            {"turn_credit": {}},
+            "environment 'sums': turn_credit: reward_options.normalise",
+        ),
+        (
+            {"reward_options": {"clip": 1.0}},
+            {"turn_credit": {}},
+            "turn_credit: reward_options.clip",
+        ),
+        ({"reward_options": {"clip": 1.0}}, {}, ""),
+        (
+            {"rewards": {"task": 1, "process": 0.5}, "reward_options": PROCESS},
+            {},
+            "reward_options.process.credit: is the same for all environments",
+        ),
+        (
+            {"rewards": {"task": 1, "process": 0.5}, "reward_options": PROCESS},
+            {"rewards": {"task": 1, "process": 0}, "reward_options": PROCESS},
+            "",
+        ),
+    ],
+)
+def test_rewards_of_an_environment_that_credit_would_misread_are_refused(entry, policy, text):
+    problems = find_problems({**SUMS, **entry}, GRID, stages={"sft": {}, "policy": policy})
+    assert list(problems) == (["environments"] if text else [])
+    assert text in problems.get("environments", "")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,11 @@ def test_kuhn_poker_is_accepted_and_other_environments_are_named() -> None:
         ({"self_play": {"pool_size": 0}}, "self_play.pool_size", "at least 1"),
         ({"self_play": {"oponent": "pool"}}, "self_play.oponent", "did you mean 'opponent'"),
         ({"self_play": {}, "prompts_per_iteration": 3}, "self_play", "must be even"),
+        (
+            {"self_play": {"current_share": 0.9}, "prompts_per_iteration": 8},
+            "self_play.current_share",
+            "0.9 of 4 pairs of prompts rounds to all of them",
+        ),
         ({"role_baseline": {"decay": 1.5}}, "role_baseline.decay", "less than 1"),
     ],
 )

@@ -13,7 +13,9 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.distributed import SINGLE_PROCESS
 from rl_core.environments.environment import Episode, Step, warn_once
 from rl_core.environments.maze import Maze
+from rl_core.environments.mixture import MixtureEnvironment, MixturePart
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
+from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import TrainRow
 from rl_core.rollouts.episode_sequence import normalize_step
@@ -238,6 +240,36 @@ def test_a_run_credits_each_turn_with_its_rewards(tokenizer, monkeypatch):
     assert metrics["train/compared_turn_rate"] > 0.8 and metrics["train/turn_set_size"] > 3
 
 
+def test_turns_of_a_mixture_have_the_weight_of_their_environment(tokenizer, monkeypatch):
+    """The middle turns of `half` earn half of what the environment gives; the sum is still the rollout's reward."""
+    mixture = MixtureEnvironment(
+        [
+            MixturePart(Walk(), label="whole", levels={"low": 1.0}, rewards={"task": 1.0}),
+            MixturePart(Walk(), label="half", levels={"low": 1.0}, rewards={"task": 0.5}),
+        ]
+    )
+    updates = capture_update(monkeypatch)
+    trainer = make_trainer(
+        tokenizer,
+        mixture,
+        rewards=build_rewards(mixture, {"task": 1.0}),
+        turn_credit=TurnCreditSettings(),
+        sampling=WALK,
+        context=64,
+    )
+    trainer.step()
+    rollouts = [rollout for group in trainer.groups for rollout in group.rollouts]
+    num_compared = {"whole": 0, "half": 0}
+    for sample, rollout in zip(updates[0].buffer.samples, rollouts, strict=True):
+        label = rollout.trajectory.environment
+        weight = {"whole": 1.0, "half": 0.5}[label]
+        for turn, played in zip(sample.turns[:-1], rollout.trajectory.turns[:-1], strict=True):
+            assert turn.reward == weight * played.reward
+            num_compared[label] += 1
+        assert sum(turn.reward for turn in sample.turns) == pytest.approx(rollout.reward)
+    assert min(num_compared.values()) > 5
+
+
 def test_a_run_compares_turns_in_the_states_that_the_environment_names(tokenizer, monkeypatch):
     class Named(Walk):
         def episode(self, seed, level):
@@ -390,4 +422,4 @@ def test_what_would_ignore_it_is_refused(options, message):
 def test_groups_are_built_without_turns_unless_they_are_needed():
     group = RolloutGroup([build_rollout([Turn("a", num_tokens=1)])])
     assert build_sample_groups([group])[0][0].turns == []
-    assert len(build_sample_groups([group], task_weight=0.0)[0][0].turns) == 1
+    assert len(build_sample_groups([group], read_task_weight=lambda _: 0.0)[0][0].turns) == 1
