@@ -133,7 +133,7 @@ class RewardSignature:
             values = self.function(
                 trajectories, **{name: _collect_column(trajectories, name) for name in taken}
             )
-        return asyncio.run(_await_value(values)) if inspect.isawaitable(values) else values
+        return complete_awaitable(values)
 
     def _build_trl_arguments(
         self,
@@ -187,6 +187,11 @@ def _format_completion(trajectory: Trajectory, conversational: bool) -> Any:
         if turn.observation is not None:
             messages.append(Message(role="tool", content=turn.observation))
     return messages
+
+
+def complete_awaitable(value: Any) -> Any:
+    """Return a user function's value; a coroutine is run to completion."""
+    return asyncio.run(_await_value(value)) if inspect.isawaitable(value) else value
 
 
 async def _await_value(value: Any) -> Any:
