@@ -34,6 +34,7 @@ from rl_core.rewards.orchestrator import WEIGHTED_PREFIX, RewardOrchestrator
 from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
 from rl_core.settings import OnlineLabelSettings
 from rl_core.types import Conversation, Rollout, RolloutGroup, StopReason, Trajectory
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 REPLAY_TIMEOUT_SECONDS = 60.0  # per call of an environment that can block
 
@@ -176,7 +177,7 @@ def _replay_episode(rollout: Rollout, text: str, environment: Environment) -> Ro
             call(episode.close)
     except (SettingsError, EnvironmentFault):
         raise
-    except (Exception, SystemExit) as error:
+    except USER_CODE_ERRORS as error:
         raise EnvironmentFault(f"{description}: {type(error).__name__}: {error}") from error
     return _copy_rollout(rollout, reward=reward, success=success, is_grounded=grounded, target=text)
 

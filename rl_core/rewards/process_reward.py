@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -20,7 +19,7 @@ from rl_core.rewards.user_function import complete_awaitable
 from rl_core.settings import ProcessRewardSettings
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import Rollout, Trajectory
-from rl_core.user_code.checks import parse_finite
+from rl_core.user_code.checks import USER_CODE_ERRORS, parse_finite
 from rl_core.user_code.load import import_function
 
 # Token ids of complete sequences and the positions at which steps end -> one score in [0, 1] for each.
@@ -160,7 +159,7 @@ class ProcessReward(RewardComponent):
         except CallTimeout as error:
             raise _StepFailure(f"did not return within {seconds:g} s") from error
         # a reward must not end the run; CancelledError is no Exception
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except USER_CODE_ERRORS as error:
             trace = format_error_trace(error)
             raise _StepFailure(f"raised {type(error).__name__}: {error}", trace) from error
         if len(values) != len(texts):

@@ -22,6 +22,7 @@ from rl_core.rewards.user_function import RewardFunction, RewardSignature
 from rl_core.rollouts.agent_replay import replay_agent
 from rl_core.rollouts.episode_sequence import normalize_messages, normalize_step
 from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 TIMEOUT_TEXT = "has not returned within"  # part of the message for a hanging call
 _MAX_SHOWN_CHARACTERS = 400  # of each text
@@ -125,7 +126,7 @@ def _play_actions(
     def call(function: Callable[[], Any]) -> Any:
         try:
             return call_with_time_limit(timeout_s, label, function)
-        except (Exception, SystemExit) as error:
+        except USER_CODE_ERRORS as error:
             is_late = isinstance(error, EnvironmentFault) and TIMEOUT_TEXT in str(error)
             replay.error = (
                 f"a call {TIMEOUT_TEXT} {timeout_s:g} s"
@@ -251,7 +252,7 @@ def _score_trajectory(
                 lambda: _compute_reward_values(RewardSignature(function, name), bare),
             )
             results.append(value[0] if len(value) == 1 else f"{len(value)} values for 1 trajectory")
-        except (Exception, SystemExit) as error:
+        except USER_CODE_ERRORS as error:
             results.append(f"raised {type(error).__name__}: {error}")
             replay.error, replay.trace = results[-1], format_error_trace(error)
     result = results[0]

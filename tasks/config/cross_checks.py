@@ -21,6 +21,7 @@ from rl_core.curriculum.watched_metrics import describe_unlogged_metric, find_me
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.settings import EnvironmentSettings, LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.services import check_sink_installed
+from rl_core.user_code.checks import USER_CODE_ERRORS
 from tasks.config.machine_checks import (
     AGENT_ENVIRONMENTS,
     check_memory,
@@ -396,7 +397,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     except PosttrainError as error:
         yield _Finding(locate_environment_error(settings, error), ())
         return
-    except (Exception, SystemExit) as error:  # from a user's class: show whatever it raises
+    except USER_CODE_ERRORS as error:  # from a user's class: show whatever it raises
         text = f"{name!r} raised {type(error).__name__}: {error}"
         yield _build_finding(_get_environment_key(settings), text)
         return
