@@ -338,12 +338,15 @@ def _check_sampling(settings: PipelineSettings) -> Iterator[_Finding]:
 def _check_training_loops(settings: PipelineSettings) -> Iterator[_Finding]:
     for name in settings.stages.active:
         loop = getattr(settings.stages, name)
-        if isinstance(loop, LoopSettings) and loop.patience is not None and loop.eval_every == 0:
-            yield _build_finding(
-                ("stages", name, "patience"),
-                f"{loop.patience} evaluations never happen with eval_every 0; set eval_every, or remove patience",
-                ("stages", name, "eval_every"),
-            )
+        if not isinstance(loop, LoopSettings) or loop.eval_every:
+            continue
+        for field in ("patience", "plateau_patience"):
+            if (count := getattr(loop, field)) is not None:
+                yield _build_finding(
+                    ("stages", name, field),
+                    f"{count} evaluations never happen with eval_every 0; set eval_every, or remove {field}",
+                    ("stages", name, "eval_every"),
+                )
 
 
 def _check_sinks(settings: PipelineSettings) -> Iterator[_Finding]:
