@@ -1,11 +1,13 @@
 """Judges that grade by a rubric, rank a prompt's samples or compare pairs; verdicts by hand, budget, labels."""
 
+import dataclasses
 import json
 import random
 import shutil
 
 import pytest
 from helpers.fakes.judge_server import run_judge_server
+from helpers.library import Echo
 from helpers.reward_rollouts import group, rollout, say
 
 import rl_core
@@ -22,6 +24,7 @@ from rl_core.rewards.judges.verdicts import (
     compute_rubric_score,
     compute_win_rates,
 )
+from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import JudgeSettings, PolicySettings, RewardSettings
 
@@ -377,6 +380,28 @@ def test_the_budget_of_calls_stops_and_resumes_from_the_cache(server, tmp_path):
     assert values == [[0.0, 0.5, 1.0]] and metrics["reward/judge/calls"] == 6.0
     assert len(server.prompts) == 6  # the four of before were cached
     resumed.load_state_dict({**rewards.state_dict(), "components": {"judge": {}}})  # of 0.2
+
+
+def test_the_environments_of_a_mixture_spend_one_budget(server, tmp_path):
+    parts = {label: rl_core.MixturePart(Echo()) for label in ("a", "b")}
+    options = build_options(server, tmp_path, mode="pairwise", max_calls=5, concurrency=1)
+    rewards = build_rewards(
+        rl_core.MixtureEnvironment(parts), {"judge": 1.0}, options={"judge": options}
+    )
+
+    def score(*texts):
+        groups = []
+        for label in parts:
+            rows = [rollout([say(f"{label}{text}")]) for text in texts]
+            for row in rows:
+                row.trajectory = dataclasses.replace(row.trajectory, environment=label)
+            groups.append(group(*rows))
+        return rewards.score(groups)
+
+    assert score("1", "22")["reward/judge/calls"] == 4.0
+    with pytest.raises(RewardError, match="budget of 5 calls is spent"):
+        score("333", "4444")
+    assert len(server.prompts) == 5
 
 
 def test_retries_spend_the_budget(server, tmp_path):
