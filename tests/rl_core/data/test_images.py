@@ -247,6 +247,25 @@ def test_a_message_with_images_is_expanded_to_the_tokens_of_each():
         )
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_an_image_of_a_role_without_a_place_in_the_template_is_the_user_s(role):
+    policy = tiny_policy()
+    end = policy.tokenizer.eos_token
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('role') }}{% endif %}"
+        f"{{{{ '<|' + m.role + '|>' + m.content + '{end}' }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    renderer = ChatRenderer(policy.tokenizer, policy.renderer.settings)
+    shown = message("this?", data_url())
+    opening = [message("which?"), {"role": "assistant", "content": "a"}] if role == "tool" else []
+    texts = [
+        policy.tokenizer.decode(renderer.prompt_ids([*opening, {**shown, "role": name}]))
+        for name in (role, "user")
+    ]
+    assert texts[0] == texts[1] and "this?" in texts[0]
+
+
 def test_pixels_are_those_of_transformers_and_depend_on_the_file_alone():
     reader = find_image_reader(tiny_policy().tokenizer)
     url = data_url((24, 16), "green", "red")
