@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.types import Trajectory
-from rl_core.user_code.checks import check_signature, parse_finite
+from rl_core.user_code.checks import USER_CODE_ERRORS, check_signature, parse_finite
 from rl_core.user_code.load import import_function
 
 
@@ -25,7 +25,7 @@ class CustomMetric:
         place = f"measure '{self.name}' on {trajectory.level}/{trajectory.seed}"
         try:
             value = self.function(trajectory)
-        except (Exception, SystemExit) as error:  # a user's function may raise anything
+        except USER_CODE_ERRORS as error:  # a user's function may raise anything
             raise DataError(f"{place} raised {type(error).__name__}: {error}") from error
         if value is None:
             return None

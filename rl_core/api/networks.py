@@ -95,7 +95,7 @@ def network_ppo(
         raise SettingsError(
             f"environment: a {type(environment).__name__}; pass an id, a function that makes one, or a VectorEnv"
         )
-    if vector is not None and (settings.eval_every or settings.patience is not None):
+    if vector is not None and (settings.eval_every or settings.selects_best):
         raise SettingsError(
             "eval_every: a VectorEnv has no held-out episodes; pass a function that makes an environment"
         )

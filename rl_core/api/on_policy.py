@@ -293,9 +293,10 @@ def distill(
     """
     settings = resolve_settings(settings, DistillationSettings)
     environment, prompts_digest = resolve_environment(environment, prompts, heldout_prompts, system)
-    if isinstance(environment, Prompts) and settings.patience is not None:
+    if isinstance(environment, Prompts) and settings.selects_best:
+        name = "plateau_patience" if settings.patience is None else "patience"
         raise SettingsError(
-            "patience: prompts have no success metric to select the best weights by; set it to None"
+            f"{name}: prompts have no success metric to select the best weights by; set it to None"
         )
     policy = load_policy(model, seed=seed)
     check_prompt_lengths(environment, policy.renderer, policy.context)
@@ -451,8 +452,9 @@ def _build_validator(
 ) -> Callable[[], dict[str, float]] | None:
     """Build the evaluator of the loop; None if the settings ask for none."""
     if not settings.eval_every:
-        if settings.patience is not None:
-            raise SettingsError("patience: counts evaluations, so it needs eval_every above 0")
+        if settings.selects_best:
+            name = "plateau_patience" if settings.patience is None else "patience"
+            raise SettingsError(f"{name}: counts evaluations, so it needs eval_every above 0")
         return None
     if isinstance(environment, Prompts):
         rows = environment.heldout_levels()

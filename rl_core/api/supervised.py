@@ -214,7 +214,7 @@ def _check_heldout(
     if (
         isinstance(heldout, int | float)
         and heldout == 0
-        and (settings.eval_every or settings.patience)
+        and (settings.eval_every or settings.selects_best)
     ):
         raise SettingsError(
             "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold out rows"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.metric_history import MetricHistory
 from rl_core.settings import ExitCondition
-from rl_core.user_code.checks import check_signature, parse_finite
+from rl_core.user_code.checks import USER_CODE_ERRORS, check_signature, parse_finite
 from rl_core.user_code.load import import_function
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -45,7 +45,7 @@ def compute_custom_statistic(condition: ExitCondition, history: MetricHistory) -
     values = {name: history.list_values(name, condition.window) for name in history.names}
     try:
         value = import_function(condition.function, "function")(values, **condition.options)
-    except (Exception, SystemExit) as error:  # a user's function may raise anything
+    except USER_CODE_ERRORS as error:  # a user's function may raise anything
         raise SettingsError(
             f"function: '{condition.function}' raised {type(error).__name__}: {error}"
         ) from error

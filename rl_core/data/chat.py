@@ -423,11 +423,11 @@ class ChatRenderer:
         facts = self.facts
         fitted: list[dict[str, Any]] = []
         for role, content, others in key:
+            fields = json.loads(others) if others else {}
             if (role == "system" and not facts.has_system) or (
                 role == "tool" and not facts.has_tool
             ):
-                role, others = "user", ""
-            fields = json.loads(others) if others else {}
+                role, fields = "user", {n: v for n, v in fields.items() if n == "images"}
             if role == "assistant" and fields:
                 content, fields = render_history_message(self.template, self.facts, content, fields)
             content = self._break_control_tokens(content)

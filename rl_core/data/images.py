@@ -114,12 +114,14 @@ def decode_image(url: str) -> Image.Image:
             raise DataError(
                 f"has {width} x {height} pixels; one side may be {MAX_ASPECT_RATIO} times the other at most"
             )
-        if getattr(image, "n_frames", 1) > 1:
+        # MPO is a JPEG of a camera with its previews after it, of which the first is the picture.
+        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
             raise DataError(f"has {image.n_frames} frames; only still images are read")
         if image.mode.startswith(("I", "F")):
             raise DataError(f"has values of mode {image.mode}; save it with 8 bits per value")
         image.load()
-        if image.mode == "RGB" and image.getexif().get(_ORIENTATION, 1) == 1:
+        is_opaque = image.mode == "RGB" and not image.has_transparency_data
+        if is_opaque and image.getexif().get(_ORIENTATION, 1) == 1:
             return image
         image = image_ops.exif_transpose(image)
         if image.has_transparency_data:

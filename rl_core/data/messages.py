@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,12 +150,16 @@ def _read_content(
     return read_text({"content": text}, "content", place, may_be_empty=may_be_empty), images
 
 
-def load_row_images(row: dict[str, Any], folder: Path | None) -> dict[str, Any]:
+def load_row_images(
+    row: dict[str, Any], folder: Path | None, *, may_be_unused: bool = False
+) -> dict[str, Any]:
     """Return a row whose messages hold the data URL of each image, instead of a file's name or an image of Pillow.
 
-    Parts of type image without a source stand for the images of the column `images`, in order, as TRL writes rows.
+    Parts of type image without a source, and markers in texts, stand for the images of the column `images`, in order,
+    as TRL and verl write rows.
     Args:
         folder: of relative paths; None = the current one.
+        may_be_unused: a column `images` may be for something else, if no message has a place for them.
     Raises: BadRow naming the field.
     """
     lists = [
@@ -163,47 +167,80 @@ def load_row_images(row: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     ]
     column = row.get("images")
     column = column if isinstance(column, list) else [] if column is None else [column]
-    num_used = 0
-    loaded = dict(row)
-    for name in lists:
-        messages = []
-        for index, message in enumerate(row[name]):
-            content = message.get("content") if isinstance(message, Mapping) else None
-            if isinstance(message, Mapping) and isinstance(message.get("images"), list):
-                urls = [
-                    _load_part(source, folder, f"{name}[{index}].images[{number}]")
-                    for number, source in enumerate(message["images"])
-                ]
-                if str(content).count(IMAGE_MARKER) != len(urls):
-                    raise BadRow(
-                        f"{name}[{index}].images",
-                        f"holds {len(urls)} images, and the content has {str(content).count(IMAGE_MARKER)} markers "
-                        f"{IMAGE_MARKER} for them",
-                    )
-                message = {**message, "images": urls}
-            elif isinstance(content, list) and any(map(is_image_part, content)):
-                if sum(map(is_image_part, content)) > MAX_IMAGES:
-                    raise BadRow(f"{name}[{index}].content", f"has more than {MAX_IMAGES} images")
-                parts = []
-                for number, part in enumerate(content):
-                    if is_image_part(part):
-                        source = find_image_source(part)
-                        if source is None and num_used < len(column):
-                            source, num_used = column[num_used], num_used + 1
-                        place = f"{name}[{index}].content[{number}]"
-                        part = {"type": "image", "image": _load_part(source, folder, place)}
-                    parts.append(part)
-                message = {**message, "content": parts}
-            messages.append(message)
-        loaded[name] = messages
-    if not num_used:
-        return loaded
-    if num_used < len(column):
+    if may_be_unused and column and IMAGE_MARKER in str(row.get("prompt")) and not lists:
         raise BadRow(
-            "images", f"holds {len(column)} images, and the messages have {num_used} parts for them"
+            "prompt",
+            f"is a text with the marker {IMAGE_MARKER}, and images are shown in messages: "
+            "[{'role': 'user', 'content': ...}]",
+        )
+    num_places = 0  # for images of the column
+
+    def take_image(place: str) -> str:
+        nonlocal num_places
+        num_places += 1
+        if num_places > len(column):
+            return ""  # refused below
+        return _load_part(column[num_places - 1], folder, place)
+
+    loaded = dict(row)
+    has_images = False
+    for name in lists:
+        loaded[name] = [
+            _load_message_images(
+                message, f"{name}[{index}]", folder, take_image if column else None
+            )
+            for index, message in enumerate(row[name])
+        ]
+        has_images |= any(new is not old for new, old in zip(loaded[name], row[name], strict=True))
+    if not num_places and (has_images or may_be_unused or not lists or not column):
+        return loaded
+    if num_places != len(column):
+        raise BadRow(
+            "images",
+            f"holds {len(column)} images, and the messages have {num_places} parts or markers "
+            f"{IMAGE_MARKER} for them",
         )
     del loaded["images"]
     return loaded
+
+
+def _load_message_images(
+    message: Any, place: str, folder: Path | None, take_image: Callable[[str], str] | None
+) -> Any:
+    """Return a message of a row with its images; `take_image` gives the next one of the row's column, if it has one."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(message, Mapping) and isinstance(message.get("images"), list):
+        num_markers = str(content).count(IMAGE_MARKER)
+        urls = [
+            _load_part(source, folder, f"{place}.images[{number}]")
+            for number, source in enumerate(message["images"])
+        ]
+        if num_markers != len(urls):
+            raise BadRow(
+                f"{place}.images",
+                f"holds {len(urls)} images, and the content has {num_markers} markers {IMAGE_MARKER} for them",
+            )
+        return {**message, "images": urls}
+    if isinstance(content, list) and any(map(is_image_part, content)):
+        if sum(map(is_image_part, content)) > MAX_IMAGES:
+            raise BadRow(f"{place}.content", f"has more than {MAX_IMAGES} images")
+        parts = []
+        for number, part in enumerate(content):
+            if is_image_part(part):
+                source, part_place = find_image_source(part), f"{place}.content[{number}]"
+                if source is None and take_image is not None:
+                    url = take_image(part_place)
+                else:
+                    url = _load_part(source, folder, part_place)
+                part = {"type": "image", "image": url}
+            parts.append(part)
+        return {**message, "content": parts}
+    num_markers = content.count(IMAGE_MARKER) if isinstance(content, str) else 0
+    if take_image is None or not num_markers or message.get("role") == "assistant":
+        return message
+    if num_markers > MAX_IMAGES:
+        raise BadRow(f"{place}.content", f"has more than {MAX_IMAGES} images")
+    return {**message, "images": [take_image(f"{place}.content") for _ in range(num_markers)]}
 
 
 def _load_part(source: object, folder: Path | None, place: str) -> str:

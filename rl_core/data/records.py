@@ -263,7 +263,7 @@ def _read_checked_rows(
             if isinstance(raw, BadRow):
                 raise raw
             if schema in (validate_demonstration, validate_prompt):
-                raw = load_row_images(raw, folder)
+                raw = load_row_images(raw, folder, may_be_unused=schema is validate_prompt)
             row = schema(raw)
         except BadRow as bad:
             problems.append((records.num_rows, RowProblem(file, line, bad.field, bad.reason)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,23 +42,38 @@ def find_completing_tokens(
 ) -> list[int]:
     """Return the index of the token that completes each number of characters; the last token where none does.
 
+    The text of the first tokens may end within a character, whose bytes are then shown in another way: by one mark, or
+    by one for each byte, also those of complete characters before it (byte fallback). Such places are passed over.
+
     Args:
         ends: ascending numbers of characters of `decode(ids)`.
-        decode: text of the first tokens; it does not get shorter with more of them, but for half a character.
+        decode: text of the first tokens.
     Raises: DataError without a token.
     """
     if not len(ids):
         raise DataError("ids: a step without tokens has no end")
+    text = decode(ids)
+
+    @functools.cache
+    def decode_through(place: int) -> str:
+        return decode(ids[: place + 1])
+
     places: list[int] = []
     low = 0
     for end in ends:
-        high = len(ids) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if len(decode(ids[: middle + 1])) >= end:
-                high = middle
+        first, stop = low, len(ids) - 1
+        low = stop  # the first place found that completes the end
+        while first < stop:
+            middle = place = (first + stop) // 2
+            while place < stop and not text.startswith(decode_through(place)):
+                place += 1
+            if place < stop and len(decode_through(place)) < end:
+                first = place + 1
             else:
-                low = middle + 1
+                low = place if place < stop else low
+                stop = middle
+        # Before it are places within a character only, of which one may have completed the end already.
+        low = next((p for p in range(first, low) if decode_through(p)[:end] == text[:end]), low)
         places.append(low)
     return places
 

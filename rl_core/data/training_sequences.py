@@ -323,15 +323,22 @@ ImageSequence = tuple[list[int], list[bool], tuple[ImagePixels, ...]]
 
 
 class ImageRows(Sequence[ImageSequence]):
-    """Sequences with the images of their rows, which are read on each access."""
+    """Sequences with the images of their rows, which are read on each access.
 
-    def __init__(self, tokens: TokenRows, images: CompressedRows, reader: ImageReader) -> None:
+    A sequence that was cut has the images whose tokens it holds; it ends before one that was cut itself.
+    """
+
+    def __init__(
+        self, tokens: TokenRows, images: CompressedRows, reader: ImageReader, image_id: int
+    ) -> None:
         """Combine them.
 
         Args:
             images: {"images": data URLs} of each sequence's row.
+            image_id: the token that stands for a part of an image.
         """
         self.tokens, self._images, self._reader = tokens, images, reader
+        self._image_id = image_id
 
     @property
     def num_rows(self) -> int:
@@ -354,7 +361,16 @@ class ImageRows(Sequence[ImageSequence]):
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         ids, mask = self.tokens[index]
-        return ids, mask, tuple(self._reader.read_images(self._images[index]["images"]))
+        places = [place for place, token in enumerate(ids) if token == self._image_id]
+        images: list[ImagePixels] = []
+        num_used = 0
+        for image in self._reader.read_images(self._images[index]["images"]):
+            if num_used + image.num_tokens > len(places):
+                end = places[num_used] if num_used < len(places) else len(ids)
+                return ids[:end], mask[:end], tuple(images)
+            num_used += image.num_tokens
+            images.append(image)
+        return ids, mask, tuple(images)
 
 
 def attach_images(
@@ -379,7 +395,9 @@ def attach_images(
         return tokens
     if len(tokens) != len(images):
         raise DataError(f"{len(images)} rows with images have {len(tokens)} sequences")
-    return ImageRows(tokens, images, reader)
+    image_id = renderer.tokenizer.convert_tokens_to_ids(reader.tokens[1])
+    assert isinstance(image_id, int)
+    return ImageRows(tokens, images, reader, image_id)
 
 
 def _count_loss_tokens(chunk: TokenChunk, ends: Ints) -> Ints:

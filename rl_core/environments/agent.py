@@ -46,7 +46,7 @@ from rl_core.errors import DataError, EnvironmentFault, RewardError, SettingsErr
 from rl_core.json_client import fetch_json
 from rl_core.time_limits import CallTimeout, call_with_timeout, terminate_thread
 from rl_core.types import Message
-from rl_core.user_code.checks import check_signature, parse_finite
+from rl_core.user_code.checks import USER_CODE_ERRORS, check_signature, parse_finite
 from rl_core.user_code.load import import_function, is_import_path
 
 _POLL_S = 0.1
@@ -457,7 +457,7 @@ class Agent(Environment):
         except CallTimeout as error:
             raise RewardError(str(error)) from error
         # a reward must not end the run; CancelledError is no Exception
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except USER_CODE_ERRORS as error:
             raise RewardError(f"{label}: {type(error).__name__}: {error}") from error
 
     def _read_score(self, value: Any, source: str) -> AgentScore:

@@ -35,6 +35,7 @@ from rl_core.data.splits import normalize_prompt
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, suggest_name
 from rl_core.types import Message, ToolCall
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -523,5 +524,5 @@ class Environment(ABC):
             return self.content(seed, level)
         except (SettingsError, EnvironmentFault):
             raise
-        except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
+        except USER_CODE_ERRORS as error:  # SystemExit: an environment must not end the run
             raise EnvironmentFault(f"{label}: {type(error).__name__}: {error}") from error

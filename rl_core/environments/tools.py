@@ -48,6 +48,7 @@ from rl_core.environments.tool_schemas import (
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse, suggest_name
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import ToolCall
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 CallFormat = Literal["line", "hermes"]
 
@@ -331,7 +332,7 @@ class Toolset:
             output = call_tool_function(tool.function, *self._context, **arguments)
         except EnvironmentFault:  # not caused by the policy
             raise
-        except (Exception, SystemExit) as error:  # SystemExit: a tool must not end the run
+        except USER_CODE_ERRORS as error:  # SystemExit: a tool must not end the run
             message = str(error) or type(error).__name__
             return replace_unprintable(f"error: {message[: tool.max_output_chars]}"), True
         if len(output) > tool.max_output_chars:

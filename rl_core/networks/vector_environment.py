@@ -23,6 +23,7 @@ from rl_core.errors import CheckpointError, EnvironmentFault, SettingsError
 from rl_core.networks.actor_critic import ActionSpace
 from rl_core.settings import NetworkSettings
 from rl_core.types import REWARD_LIMIT
+from rl_core.user_code.checks import USER_CODE_ERRORS
 from rl_core.user_code.load import import_subclass
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ class VectorEnvironment:
             yield
         except EnvironmentFault:
             raise
-        except (Exception, SystemExit) as error:  # a user's environment may raise anything
+        except USER_CODE_ERRORS as error:  # a user's environment may raise anything
             raise EnvironmentFault(
                 f"{self._describe_position()} raised {type(error).__name__} in {call}: {error}. This iteration is "
                 "discarded; fix the environment and run the same command again"
@@ -360,7 +361,7 @@ def make_vector_environment(
     try:
         # No copies, because observations are converted to new arrays before the next step.
         return vector_class([factory] * count, copy=False, autoreset_mode=mode)
-    except (Exception, SystemExit) as error:
+    except USER_CODE_ERRORS as error:
         raise SettingsError(_describe_creation_error(error)) from error
 
 
@@ -383,7 +384,7 @@ def read_spaces(settings: NetworkSettings) -> tuple[int, ActionSpace]:
     factory = build_environment_factory(settings)
     try:
         environment = factory()
-    except (Exception, SystemExit) as error:
+    except USER_CODE_ERRORS as error:
         raise SettingsError(_describe_creation_error(error)) from error
     try:
         actions = convert_action_space(environment.action_space)

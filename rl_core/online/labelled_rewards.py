@@ -39,6 +39,7 @@ from rl_core.rollouts.episode_sequence import (
 )
 from rl_core.settings import OnlineLabelSettings
 from rl_core.types import Conversation, Rollout, RolloutGroup, Trajectory
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 REPLAY_TIMEOUT_SECONDS = 60.0  # per call of an environment that can block
 
@@ -184,7 +185,7 @@ def _replay_episode(rollout: Rollout, text: str, environment: Environment) -> Ro
             call(episode.close)
     except (SettingsError, EnvironmentFault):
         raise
-    except (Exception, SystemExit) as error:
+    except USER_CODE_ERRORS as error:
         raise EnvironmentFault(f"{description}: {type(error).__name__}: {error}") from error
     success = bool(step.success)
     return _copy_rollout(

@@ -15,6 +15,8 @@ from rl_core.environments.mixture import MixtureEnvironment
 from rl_core.errors import RewardError, SettingsError, suggest_name
 from rl_core.models.hidden_states import TurnEmbedder, TurnEmbeddings
 from rl_core.rewards.components import RewardComponent
+from rl_core.rewards.judges.clients import CallBudget
+from rl_core.rewards.judges.judge_reward import JudgeReward
 from rl_core.rewards.model_components import Scorer
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.process_reward import DecodeIds, StepScorer
@@ -65,6 +67,7 @@ class MixtureRewards(RewardOrchestrator):
         )
         self._collected = {label: _CollectedFailures(self.failures) for label in labels}
         self.parts = {label: build_part(label, self._collected[label]) for label in labels}
+        self._share_judge_budgets()
 
     @property
     def components(self) -> dict[str, RewardComponent]:  # type: ignore[override]
@@ -189,6 +192,15 @@ class MixtureRewards(RewardOrchestrator):
         for label, part in self.parts.items():
             part.load_state_dict(state["parts"][label])
 
+    def _share_judge_budgets(self) -> None:
+        """Let judges with the same `max_calls` spend one budget: it is that of the run, not of an environment."""
+        budgets: dict[int | None, CallBudget] = {}
+        for part in self.parts.values():
+            for component in part.components.values():
+                if isinstance(component, JudgeReward):
+                    client = component.client
+                    client.budget = budgets.setdefault(client.budget.limit, client.budget)
+
     def _group_by_environment(
         self, groups: Iterable[RolloutGroup]
     ) -> dict[str, list[RolloutGroup]]:
@@ -212,12 +224,14 @@ def _return_states(
 
 
 def _average_metrics(parts: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Average metrics over the environments that have them, weighted by their rollouts."""
+    """Average metrics over the environments that have them, weighted by their rollouts; counts of the run are not."""
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for _, metrics in parts for name in metrics):
         having = [(size, metrics[name]) for size, metrics in parts if name in metrics]
         total = sum(size for size, _ in having)
         merged[name] = math.fsum(size * value for size, value in having) / total
+        if name == "reward/judge/calls":
+            merged[name] = max(value for _, value in having)
     return merged
 
 

@@ -15,17 +15,18 @@ from rl_core.errors import DataError, RewardError, SettingsError
 from rl_core.losses.process_rewards import aggregate_steps
 from rl_core.models.hidden_states import TurnEmbeddings
 from rl_core.rewards.components import RewardComponent, SampleFailure
+from rl_core.rewards.user_function import complete_awaitable
 from rl_core.settings import ProcessRewardSettings
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import Rollout, Trajectory
-from rl_core.user_code.checks import parse_finite
+from rl_core.user_code.checks import USER_CODE_ERRORS, parse_finite
 from rl_core.user_code.load import import_function
 
 # Token ids of complete sequences and the positions at which steps end -> one score in [0, 1] for each.
 StepScorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], Sequence[Sequence[float]]]
 # Text of tokens within a conversation.
 DecodeIds = Callable[[Sequence[int]], str]
-# Texts of the steps of a completion and its trajectory -> one number for each step.
+# Texts of the steps of a completion and its trajectory -> one number for each step; may be async.
 StepFunction = Callable[[list[str], Trajectory], Sequence[float]]
 
 
@@ -148,16 +149,17 @@ class ProcessReward(RewardComponent):
         assert self._function is not None
         name, seconds = f"reward {self.settings.function}", self._timeout_s
         try:
+            arguments = (self._function, texts, rollout.trajectory)
             if seconds is None:
-                values: Any = self._function(texts, rollout.trajectory)
+                values = _collect_scores(*arguments)
             else:
-                values = call_with_timeout(seconds, name, self._function, texts, rollout.trajectory)
-            values = list(values)
+                values = call_with_timeout(seconds, name, _collect_scores, *arguments)
         except TooManyHungCalls as error:
             raise RewardError(str(error)) from error
         except CallTimeout as error:
             raise _StepFailure(f"did not return within {seconds:g} s") from error
-        except (Exception, SystemExit) as error:  # SystemExit: a reward must not end the run
+        # a reward must not end the run; CancelledError is no Exception
+        except USER_CODE_ERRORS as error:
             trace = format_error_trace(error)
             raise _StepFailure(f"raised {type(error).__name__}: {error}", trace) from error
         if len(values) != len(texts):
@@ -168,6 +170,11 @@ class ProcessReward(RewardComponent):
             bad = values[numbers.index(None)]
             raise _StepFailure(f"gave {bad!r} for a step, no finite number")
         return scores
+
+
+def _collect_scores(function: StepFunction, texts: list[str], trajectory: Trajectory) -> list[Any]:
+    """Call the function, which may be async, and collect its scores within the time limit."""
+    return list(complete_awaitable(function(texts, trajectory)))
 
 
 class _StepFailure(Exception):

@@ -24,7 +24,7 @@ from rl_core.rewards.components import RewardComponent, SampleFailure
 from rl_core.settings import RewardSettings
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import Message, Rollout, Trajectory
-from rl_core.user_code.checks import inspect_signature, parse_finite
+from rl_core.user_code.checks import USER_CODE_ERRORS, inspect_signature, parse_finite
 from rl_core.user_code.load import import_function
 
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -133,7 +133,7 @@ class RewardSignature:
             values = self.function(
                 trajectories, **{name: _collect_column(trajectories, name) for name in taken}
             )
-        return asyncio.run(_await_value(values)) if inspect.isawaitable(values) else values
+        return complete_awaitable(values)
 
     def _build_trl_arguments(
         self,
@@ -187,6 +187,11 @@ def _format_completion(trajectory: Trajectory, conversational: bool) -> Any:
         if turn.observation is not None:
             messages.append(Message(role="tool", content=turn.observation))
     return messages
+
+
+def complete_awaitable(value: Any) -> Any:
+    """Return a user function's value; a coroutine is run to completion."""
+    return asyncio.run(_await_value(value)) if inspect.isawaitable(value) else value
 
 
 async def _await_value(value: Any) -> Any:
@@ -276,7 +281,7 @@ class UserReward(RewardComponent):
                 f"did not return within {seconds:g} s (reward_options.timeout_s)"
             ) from error
         # a reward must not end the run; CancelledError is no Exception
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
+        except USER_CODE_ERRORS as error:
             raise _CallFailure(f"raised {type(error).__name__}: {error}") from error
 
     def _check_values(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:

@@ -26,6 +26,7 @@ from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.settings import SamplingSettings
 from rl_core.timing import span
 from rl_core.types import ImagePixels, Message, Rollout, StopReason, ToolCall, Trajectory, Turn
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -347,10 +348,7 @@ class EpisodeSequence:
             return function(*args, **kwargs)
         except SettingsError:  # an unknown level is for the user to correct
             raise
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # an environment must not end the run by SystemExit
+        except USER_CODE_ERRORS as error:  # an environment must not end the run
             raise EnvironmentFault(
                 f"{self.description}: {type(error).__name__}: {error}"
             ) from error

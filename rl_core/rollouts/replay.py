@@ -34,6 +34,7 @@ from rl_core.rollouts.episode_sequence import (
     was_last_action_played,
 )
 from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 TIMEOUT_TEXT = "has not returned within"  # part of the message for a hanging call
 _MAX_SHOWN_CHARACTERS = 400  # of each text
@@ -136,7 +137,7 @@ def _call_environment(
     label = f"environment '{trajectory.environment}', level '{trajectory.level}', seed {trajectory.seed}"
     try:
         return call_with_time_limit(timeout_s, label, function)
-    except (Exception, SystemExit) as error:
+    except USER_CODE_ERRORS as error:
         is_late = isinstance(error, EnvironmentFault) and TIMEOUT_TEXT in str(error)
         replay.error = (
             f"a call {TIMEOUT_TEXT} {timeout_s:g} s"
@@ -152,7 +153,7 @@ def _close(played: Episode | TwoPlayerGame, replay: EpisodeReplay, timeout_s: fl
     """Close what an episode or a game holds open; an error of that changes no result."""
     try:
         call_with_time_limit(timeout_s, "the replay", played.close)
-    except (Exception, SystemExit) as error:
+    except USER_CODE_ERRORS as error:
         replay.lines.append(f"  its close failed: {type(error).__name__}: {error}")
 
 
@@ -374,7 +375,7 @@ def _score_trajectory(
                 lambda: _compute_reward_values(RewardSignature(function, name), bare),
             )
             results.append(value[0] if len(value) == 1 else f"{len(value)} values for 1 trajectory")
-        except (Exception, SystemExit) as error:
+        except USER_CODE_ERRORS as error:
             results.append(f"raised {type(error).__name__}: {error}")
             replay.error, replay.trace = results[-1], format_error_trace(error)
     result = results[0]

@@ -166,7 +166,8 @@ class LoopSettings(Settings):
         None,
         ge=1,
         doc="evaluations without improvement before the learning rate is multiplied by `plateau_factor`, down to "
-        "`min_lr_ratio` of the scheduled rate; again after as many further ones; default: never",
+        "`min_lr_ratio` of the scheduled rate; again after as many further ones; as with `patience`, the best weights "
+        "are kept; default: never",
     )
     plateau_factor: float = setting(0.5, gt=0, lt=1, doc="factor of the learning rate at a plateau")
     max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
@@ -182,6 +183,11 @@ class LoopSettings(Settings):
     launch: LaunchSettings = setting(
         LaunchSettings(), doc="process launch; not part of the stage's key"
     )
+
+    @property
+    def selects_best(self) -> bool:
+        """True if evaluations decide when to stop or to lower the learning rate; the best weights are then kept."""
+        return self.patience is not None or self.plateau_patience is not None
 
 
 @dataclass(frozen=True, kw_only=True)

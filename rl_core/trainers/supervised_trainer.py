@@ -83,7 +83,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
     @property
     def best_metric(self) -> str | None:
         """Metric that selects the best weights; None = the last weights are kept."""
-        return self.selection_metric if self.settings.patience is not None else None
+        return self.selection_metric if self.settings.selects_best else None
 
     def describe_step_limit(self, steps: int) -> str:
         """Return `; ` and the limit that ended a training of so many steps; "" if only one was set or neither was

@@ -20,6 +20,7 @@ from torch import nn
 
 from rl_core.errors import CallbackError, PosttrainError, SettingsError
 from rl_core.training.optimizer_step import OptimizerStep
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 # A function of an event, or an object with on_iteration or on_evaluation.
 Callback = Callable[["TrainingEvent"], Any] | Any
@@ -98,7 +99,7 @@ def call_callbacks(callbacks: Sequence[Callback], event: TrainingEvent) -> None:
             function(event)
         except PosttrainError:
             raise
-        except (Exception, SystemExit) as error:  # SystemExit would end the run silently
+        except USER_CODE_ERRORS as error:  # SystemExit would end the run silently
             raise CallbackError(
                 f"callback '{_describe_callback(callback)}' raised {type(error).__name__}: {error} "
                 f"(after the {event.kind} of iteration {event.iteration})"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from rl_core.errors import SettingsError
+
+# What a user's code may raise and must not end the run with: SystemExit and asyncio.CancelledError are no Exception.
+USER_CODE_ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 
 
 def inspect_signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from rl_core.errors import SettingsError, suggest_name
+from rl_core.user_code.checks import USER_CODE_ERRORS
 
 IMPORT_PATH_FORMS = "write package.module:name, or file.py:name"  # for messages
 
@@ -59,7 +60,7 @@ def import_object(path: str, key: str, kind: str = "function") -> Any:
         module = load_module(module_name)
     except SettingsError as error:
         raise SettingsError(f"{key}: {error}") from error
-    except (Exception, SystemExit) as error:  # a user's module may raise anything on import
+    except USER_CODE_ERRORS as error:  # a user's module may raise anything on import
         problem, hint, folder = f"{type(error).__name__}: {error}", "", Path.cwd()
         if isinstance(error, SystemExit):
             problem = f"it calls sys.exit({'' if error.code is None else repr(error.code)})"

@@ -21,6 +21,7 @@ from rl_core.curriculum.watched_metrics import describe_unlogged_metric, find_me
 from rl_core.errors import PosttrainError, SettingsError, suggest_name
 from rl_core.settings import EnvironmentSettings, LoopSettings, PolicySettings, SamplingSettings
 from rl_core.settings.services import check_sink_installed
+from rl_core.user_code.checks import USER_CODE_ERRORS
 from tasks.config.machine_checks import (
     AGENT_ENVIRONMENTS,
     check_memory,
@@ -341,12 +342,15 @@ def _check_sampling(settings: PipelineSettings) -> Iterator[_Finding]:
 def _check_training_loops(settings: PipelineSettings) -> Iterator[_Finding]:
     for name in settings.stages.active:
         loop = getattr(settings.stages, name)
-        if isinstance(loop, LoopSettings) and loop.patience is not None and loop.eval_every == 0:
-            yield _build_finding(
-                ("stages", name, "patience"),
-                f"{loop.patience} evaluations never happen with eval_every 0; set eval_every, or remove patience",
-                ("stages", name, "eval_every"),
-            )
+        if not isinstance(loop, LoopSettings) or loop.eval_every:
+            continue
+        for field in ("patience", "plateau_patience"):
+            if (count := getattr(loop, field)) is not None:
+                yield _build_finding(
+                    ("stages", name, field),
+                    f"{count} evaluations never happen with eval_every 0; set eval_every, or remove {field}",
+                    ("stages", name, "eval_every"),
+                )
 
 
 def _check_sinks(settings: PipelineSettings) -> Iterator[_Finding]:
@@ -400,7 +404,7 @@ def _check_environment(settings: PipelineSettings, import_code: bool) -> Iterato
     except PosttrainError as error:
         yield _Finding(locate_environment_error(settings, error), ())
         return
-    except (Exception, SystemExit) as error:  # from a user's class: show whatever it raises
+    except USER_CODE_ERRORS as error:  # from a user's class: show whatever it raises
         text = f"{name!r} raised {type(error).__name__}: {error}"
         yield _build_finding(_get_environment_key(settings), text)
         return

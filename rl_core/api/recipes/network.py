@@ -20,5 +20,5 @@ def build_network_recipe(
 ) -> Recipe[NetworkTrainer]:
     """Build PPO on a vectorised environment; arguments: `NetworkTrainer`."""
     trainer = NetworkTrainer(maker, settings, seed, name=name, vector=vector)
-    best_metric = "eval/episode_return" if settings.patience is not None else None
+    best_metric = "eval/episode_return" if settings.selects_best else None
     return Recipe(trainer, settings.iterations, best_metric)

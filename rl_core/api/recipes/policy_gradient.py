@@ -145,7 +145,7 @@ def build_policy_gradient_recipe(
         scorer, step_scorer: reward models of the components `learned` and `process`.
         functions: reward components by name.
         evaluator, record: as in `PolicyGradientTrainer`.
-        best_metric: of the evaluator; selects the best weights if `settings.patience` is set.
+        best_metric: of the evaluator; selects the best weights if `settings.selects_best`.
         teacher: see `build_distillation_recipe`.
         custom_functions: as in `PolicyGradientTrainer`.
         make_environment: builds the environment in rollout workers; None = `environment` itself is sent to them.
@@ -188,7 +188,7 @@ def build_policy_gradient_recipe(
             opponents_folder=opponents_folder,
         )
         stack.pop_all()
-    selected_metric = best_metric if settings.patience is not None else None
+    selected_metric = best_metric if settings.selects_best else None
     rollouts = settings.rollouts
     if server is not None:
         server.weights.is_exact = not trainer.optimizer_step.computes_in_bfloat16

@@ -110,7 +110,10 @@ def read_labelled_pairs(source: RowSource) -> list[LabelledPair]:
             pairs.append(_order_pair(first, second, 0.5 if row.get("tie") else 1.0))
         else:
             score = row["score"] if "score" in row else float(row["label"])
-            scored.setdefault(prompt, []).append((build_sample(row["completion"]), score))
+            # Conversations may end with the same question and differ before it.
+            has_history = not isinstance(row["prompt"], str) and len(row["prompt"]) > 1
+            key = str(row["prompt"]) if has_history else prompt
+            scored.setdefault(key, []).append((build_sample(row["completion"]), score))
     for rows in scored.values():
         for (first, a), (second, b) in combinations(rows, 2):
             if first.completion != second.completion:

@@ -157,11 +157,13 @@ class JudgeReward(RewardComponent):
     ) -> _GroupPlan:
         """Add the questions about the samples of one prompt, equal ones as one candidate."""
         settings = self.settings
-        by_content: dict[str, list[int]] = {}
+        by_content: dict[tuple[str, ...], list[int]] = {}
         for index in indices:
-            by_content.setdefault(samples[index].completion, []).append(index)
+            sample = samples[index]  # in self-play the samples of a group answer different prompts
+            key = (sample.completion, sample.prompt, sample.target)
+            by_content.setdefault(key, []).append(index)
         # Independent of the order in which the samples were drawn.
-        plan = _GroupPlan([by_content[text] for text in sorted(by_content)])
+        plan = _GroupPlan([by_content[texts] for texts in sorted(by_content)])
         candidates = [samples[members[0]] for members in plan.members]
         if settings.compares and len({sample.prompt for sample in candidates}) > 1:
             raise RewardError(

@@ -35,9 +35,11 @@ _SCALE_END = regex.compile(r"\W{0,3}(?:/|out of)\s*([0-9]+(?:\.[0-9]+)?)")
 MAX_READ_CHARACTERS = 50_000  # of a reply, from its end
 _WHOLE_NUMBER = regex.compile(rf"\s*({_NUMBER})\s*")
 _LABEL = regex.compile(r"(?i)\s*(?:answer\s*)?([0-9]{1,4})\s*")
+# 'a tie' is a tie, and any other 'a' before a word is the article; 'A or B' and 'A = B' choose none.
 _BETTER = regex.compile(
-    rf"(?i)\bbetter\b{_MARKS}[:=]{_MARKS}(?:answer\s+)?[(\[]*(A|B|tie)\b"
-    rf"(?!{_MARKS}(?:or|and|/|,|\|){_MARKS}(?:A|B|tie)\b)"
+    rf"(?i)\bbetter\b{_MARKS}[:=]{_MARKS}(?:answer\s+)?[(\[]*"
+    rf"(?:(?:an?[ \t]+)?(tie|draw)\b|(?!(?-i:a)[ \t]+\w)([AB])\b)"
+    rf"(?!{_MARKS}(?:or|and|vs\.?|/|,|\||&|=+){_MARKS}(?:A|B|tie)\b)"
 )
 _MINUS_SIGNS = str.maketrans(dict.fromkeys("−‐‑‒–﹣－", "-"))  # noqa: RUF001
 
@@ -161,12 +163,13 @@ def read_choice(reply: str) -> float:
     """
     text = strip_thought(reply)[-MAX_READ_CHARACTERS:]
     try:
-        choices = [match[1] for match in _BETTER.finditer(text, timeout=MATCH_TIMEOUT_S)]
+        matches = list(_BETTER.finditer(text, timeout=MATCH_TIMEOUT_S))
     except TimeoutError:
         raise ValueError("the verdict was not read in time") from None
-    if not choices:
+    if not matches:
         raise ValueError(f"the reply holds no 'better: A', 'B' or 'tie': {reply[:100]!r}")
-    return {"A": 1.0, "B": 0.0, "TIE": 0.5}[choices[-1].upper()]
+    letter = matches[-1][2]
+    return 0.5 if letter is None else 1.0 if letter.upper() == "A" else 0.0
 
 
 def _read_last_object(reply: str, has_verdict: Callable[[set[str]], bool]) -> dict[str, Any]:

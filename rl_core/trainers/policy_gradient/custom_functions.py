@@ -16,7 +16,7 @@ import torch
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.settings import PolicySettings
-from rl_core.user_code.checks import check_signature, inspect_signature
+from rl_core.user_code.checks import USER_CODE_ERRORS, check_signature, inspect_signature
 from rl_core.user_code.load import import_function
 
 Metrics = dict[str, torch.Tensor]
@@ -195,7 +195,7 @@ def _run_on_example(key: str, name: str, call: Callable[[], Any]) -> Any:
             return call()
     except DataError as error:
         raise SettingsError(str(error)) from error
-    except (Exception, SystemExit) as error:  # a user's function may raise anything
+    except USER_CODE_ERRORS as error:  # a user's function may raise anything
         raise SettingsError(
             f"{key}: '{name}' raised {type(error).__name__} on a small example: {error}"
         ) from error

@@ -296,7 +296,8 @@ def test_training_on_rows(kind, data, metric, tmp_path):
         "dpo": rl_core.PreferenceSettings,
         "reward_model": rl_core.RewardModelSettings,
     }
-    chosen = classes[kind](epochs=4, batch_size=4, learning_rate=1e-2, warmup_steps=0, eval_every=1)
+    common = {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 0, "eval_every": 1}
+    chosen = classes[kind](epochs=4, plateau_patience=2, **common)  # without `patience`
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in data))
     training = getattr(rl_core, kind)(small_policy(), path, heldout=0.25, settings=chosen)
@@ -328,13 +329,14 @@ def test_a_trained_reward_model_rewards(tmp_path):
         rl_core.grpo(policy, prompts=["e"], reward="learned")
 
 
-def test_validation_on_held_out_prompts_chooses_the_weights_by_the_reward():
+@pytest.mark.parametrize("name", ["patience", "plateau_patience"])
+def test_validation_on_held_out_prompts_chooses_the_weights_by_the_reward(name):
     training = rl_core.grpo(
         small_policy(),
         prompts=["say e"],
         heldout_prompts=["e", "ee"],
         reward=length,
-        settings=settings(eval_every=1, patience=5),
+        settings=settings(eval_every=1, **{name: 5}),
     )
     outcome = training.run()
     evaluated = training.metrics()["eval/reward_mean"]
@@ -407,6 +409,11 @@ def test_what_is_refused_before_anything_is_played(tmp_path):
         "needs heldout_prompts", prompts=["a"], reward=length, settings=settings(eval_every=1)
     )
     assert_refused("needs eval_every", environment=Echo(), settings=settings(patience=1))
+    assert_refused(
+        "plateau_patience: .*needs eval_every",
+        environment=Echo(),
+        settings=settings(plateau_patience=1),
+    )
     assert_refused("neither a function nor an object", environment=Echo(), callbacks=[3])
     assert_refused(
         "Llama.* is not a model.*with its tokenizer", model=small_policy().model, environment=Echo()

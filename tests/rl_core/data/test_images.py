@@ -9,6 +9,7 @@ import pytest
 from helpers.vision import data_url, encode_bytes, file_bytes, message, picture, tiny_policy
 from PIL import Image
 
+from rl_core.api.data import load_conversations
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.formats import validate_demonstration
 from rl_core.data.images import (
@@ -23,7 +24,9 @@ from rl_core.data.images import (
 )
 from rl_core.data.records import read_demonstrations, read_preferences, read_prompts
 from rl_core.data.splits import extract_opening_text
+from rl_core.data.training_sequences import attach_images
 from rl_core.errors import DataError, RecordsError, SettingsError
+from rl_core.models.image_inputs import compute_image_positions
 from rl_core.settings import ModelSettings
 
 
@@ -67,6 +70,15 @@ def test_a_picture_is_upright_and_transparent_parts_are_white():
     assert turned.getpixel((7, 15)) == (0, 0, 255) and turned.getpixel((0, 0)) == (255, 0, 0)
     clear = Image.new("RGBA", (4, 4), (255, 0, 0, 0))
     assert decode_image(encode_bytes(file_bytes(clear))).getpixel((0, 0)) == (255, 255, 255)
+    key = encode_bytes(
+        file_bytes(picture(), transparency=(255, 0, 0))
+    )  # one colour of an RGB image
+    assert decode_image(key).getpixel((0, 0)) == (255, 255, 255)
+    # a camera's JPEG with a preview after it
+    frames = [picture((16, 16), "red"), picture((8, 8), "blue")]
+    shot = file_bytes(frames[0], "MPO", save_all=True, append_images=frames[1:])
+    seen = decode_image(encode_bytes(shot, "jpeg"))
+    assert seen.size == (16, 16) and seen.getpixel((0, 0))[0] > 200
     # what is stored is what was seen
     stored = load_image(file_bytes(image, exif=exif), None)
     assert decode_image(stored).tobytes() == turned.tobytes()
@@ -106,6 +118,47 @@ def test_rows_hold_the_files_that_they_name(tmp_path):
         [{"prompt": [{"role": "user", "content": [{"type": "image", "image": picture()}]}]}]
     ).rows
     assert row["prompt"][0]["images"] == [url]
+
+
+def test_markers_in_texts_stand_for_the_column_of_images():
+    answer = {"role": "assistant", "content": "<image> is red"}
+    red, blue = picture(), picture(colour="blue")
+    ask = [{"role": "user", "content": "<image>and"}, {"role": "user", "content": "<image>?"}]
+    urls = [data_url(), data_url(colour="blue")]
+    shown = [{**m, "images": [url]} for m, url in zip(ask, urls, strict=True)]
+    rows = [
+        {"messages": [*ask, answer], "images": [red, blue]},
+        {"prompt": ask, "completion": [answer], "images": [red, blue]},
+    ]
+    assert [row["messages"] for row in read_demonstrations(rows).rows] == [[*shown, answer]] * 2
+    (row,) = read_prompts([{"prompt": ask, "images": [red, blue], "answer": "red"}]).rows
+    assert row == {"prompt": shown, "answer": "red"}
+    # without images they are text, and a prompt's column may be for something else
+    plain = [{"role": "user", "content": "<image> of a disk?"}]
+    for row in ({"prompt": plain}, {"prompt": plain, "images": []}):
+        assert read_prompts([row]).rows == [row]
+    row = {"prompt": [{"role": "user", "content": "how many?"}], "images": [3]}
+    assert read_prompts([row]).rows == [row]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "reason"),
+    [
+        ("no marker", 1, "holds 1 images, and the messages have 0 parts or markers"),
+        ("<image>", 2, "holds 2 images, and the messages have 1 parts"),
+        ("<image><image>", 1, "holds 1 images, and the messages have 2 parts"),
+        ("<image>" * 65, 65, "has more than 64 images"),
+    ],
+)
+def test_a_column_of_images_is_not_lost(text, count, reason):
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(RecordsError, match=reason):
+        read_demonstrations([{"messages": messages, "images": [picture()] * count}])
+    if IMAGE_MARKER in text:
+        with pytest.raises(RecordsError, match=reason):
+            read_prompts([{"prompt": messages[:1], "images": [picture()] * count}])
+        with pytest.raises(RecordsError, match="prompt: is a text with the marker <image>"):
+            read_prompts([{"prompt": text, "images": [picture()] * count}])
 
 
 @pytest.mark.parametrize(
@@ -194,6 +247,25 @@ def test_a_message_with_images_is_expanded_to_the_tokens_of_each():
         )
 
 
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_an_image_of_a_role_without_a_place_in_the_template_is_the_user_s(role):
+    policy = tiny_policy()
+    end = policy.tokenizer.eos_token
+    policy.tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('role') }}{% endif %}"
+        f"{{{{ '<|' + m.role + '|>' + m.content + '{end}' }}}}{{% endfor %}}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    renderer = ChatRenderer(policy.tokenizer, policy.renderer.settings)
+    shown = message("this?", data_url())
+    opening = [message("which?"), {"role": "assistant", "content": "a"}] if role == "tool" else []
+    texts = [
+        policy.tokenizer.decode(renderer.prompt_ids([*opening, {**shown, "role": name}]))
+        for name in (role, "user")
+    ]
+    assert texts[0] == texts[1] and "this?" in texts[0]
+
+
 def test_pixels_are_those_of_transformers_and_depend_on_the_file_alone():
     reader = find_image_reader(tiny_policy().tokenizer)
     url = data_url((24, 16), "green", "red")
@@ -232,3 +304,28 @@ def test_a_demonstration_row_is_checked_once_its_images_are_loaded():
         "content": "<image>",
         "images": ["U"],
     }
+
+
+def test_a_cut_demonstration_has_the_images_whose_tokens_it_holds():
+    policy = tiny_policy()
+    turn = [message("colour?", data_url((24, 24))), {"role": "assistant", "content": "red"}]
+    rows = read_demonstrations([{"messages": turn * 2}]).rows
+    split = load_conversations([{"messages": turn * 2}], 0, policy.renderer, 256, 0)
+    ids, _, images = split.train[0]
+    config = policy.model.config
+    merge = config.vision_config.spatial_merge_size
+    places = [n for n, token in enumerate(ids) if token == config.image_token_id]
+    assert len(images) == 2 and len(places) == 2 * images[0].num_tokens
+    half = len(places) // 2
+    for limit, length, count in (
+        (len(ids), len(ids), 2),
+        (places[-1], places[half], 1),  # within the second image
+        (places[half], places[half], 1),
+        (places[half] - 2, places[half] - 2, 1),
+    ):
+        cut = split.train.tokens.select_rows([0], limit)
+        one_ids, one_mask, one_images = attach_images(cut, rows, policy.renderer)[0]
+        assert (len(one_ids), len(one_mask), len(one_images)) == (length, length, count)
+        grids = [image.grid for image in one_images]
+        positions = compute_image_positions(one_ids, grids, config.image_token_id, merge)
+        assert positions.shape == (3, length)

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from helpers import tokenizer_kinds
 
 from rl_core.data.text_steps import TextStep, find_completing_tokens, split_into_steps
 from rl_core.errors import DataError
@@ -50,3 +51,22 @@ def test_random_texts_agree_with_a_search_from_the_left():
             next((n for n in range(12) if len(decode(range(n + 1))) >= end), 11) for end in ends
         ]
         assert find_completing_tokens(range(12), ends, decode) == expected
+
+
+@pytest.mark.parametrize("kind", ["train_sentencepiece", "train_byte_level"])
+def test_steps_end_at_their_tokens_whatever_characters_they_hold(kind):
+    # Until a character is complete, byte fallback shows each of its bytes as a mark, and those before it as well.
+    tokenizer = getattr(tokenizer_kinds, kind)()
+    dice = random.Random(1)
+    for _ in range(50):
+        written = "".join(
+            dice.choices(["a", "b", "\U0001f600", "\u5b57", "\u00e9", "\n", " "], k=14)
+        )
+        ids = tokenizer.encode(written, add_special_tokens=False)
+        text = tokenizer.decode(ids)
+        ends = [step.end for step in split_into_steps(text, "\n")]
+        expected = [
+            next(n for n in range(len(ids)) if tokenizer.decode(ids[: n + 1])[:end] == text[:end])
+            for end in ends
+        ]
+        assert find_completing_tokens(ids, ends, tokenizer.decode) == expected

@@ -1,5 +1,6 @@
 """Parsing, limits and description of tools."""
 
+import asyncio
 import json
 import threading
 import time
@@ -211,11 +212,15 @@ def test_what_a_tool_does_wrong_becomes_an_error_observation(timeout_s):
     def leave():
         raise SystemExit
 
+    def cancel():
+        raise asyncio.CancelledError
+
     def fail(text):
         raise ValueError(text)
 
     toolset = Toolset(
         [
+            Tool("cancel", "", {}, cancel, timeout_s=timeout_s),
             Tool("leave", "", {}, leave, timeout_s=timeout_s),
             Tool("fail", "", {"text": str}, fail, timeout_s=timeout_s, max_output_chars=50),
             Tool(
@@ -230,6 +235,7 @@ def test_what_a_tool_does_wrong_becomes_an_error_observation(timeout_s):
         ]
     )
     assert toolset.run(ToolCall("leave", {})) == ("error: SystemExit", True)
+    assert toolset.run(ToolCall("cancel", {})) == ("error: CancelledError", True)
     assert toolset.run(ToolCall("fail", {"text": "no such row"})) == ("error: no such row", True)
     assert len(toolset.run(ToolCall("fail", {"text": "y" * 10**6}))[0]) == len("error: ") + 50
     assert toolset.run(ToolCall("flood", {"size": 50})) == ("x" * 50, False)

@@ -1,11 +1,13 @@
 """Judges that grade by a rubric, rank a prompt's samples or compare pairs; verdicts by hand, budget, labels."""
 
+import dataclasses
 import json
 import random
 import shutil
 
 import pytest
 from helpers.fakes.judge_server import run_judge_server
+from helpers.library import Echo
 from helpers.reward_rollouts import group, rollout, say
 
 import rl_core
@@ -22,6 +24,7 @@ from rl_core.rewards.judges.verdicts import (
     compute_rubric_score,
     compute_win_rates,
 )
+from rl_core.rewards.mixture_rewards import build_rewards
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import JudgeSettings, PolicySettings, RewardSettings
 
@@ -223,7 +226,14 @@ CHOICES = [
     ("better: answer A", 1.0),
     ("better: A\nNo. better: B", 0.0),
     ("<think>better: A</think>better: tie", 0.5),
+    ("better: a tie", 0.5),  # the article is no answer A
+    ("**Better:** A tie.", 0.5),
+    ("better: A draw", 0.5),
+    ("better: A because it is right", 1.0),
+    ("better: a short answer", None),
     ("better: A or B", None),
+    ("better: A = B", None),
+    ("better: A vs. B", None),
     ("better: Alpha", None),
     ("A is better", None),
     ("<think>better: A", None),
@@ -372,6 +382,28 @@ def test_the_budget_of_calls_stops_and_resumes_from_the_cache(server, tmp_path):
     resumed.load_state_dict({**rewards.state_dict(), "components": {"judge": {}}})  # of 0.2
 
 
+def test_the_environments_of_a_mixture_spend_one_budget(server, tmp_path):
+    parts = {label: rl_core.MixturePart(Echo()) for label in ("a", "b")}
+    options = build_options(server, tmp_path, mode="pairwise", max_calls=5, concurrency=1)
+    rewards = build_rewards(
+        rl_core.MixtureEnvironment(parts), {"judge": 1.0}, options={"judge": options}
+    )
+
+    def score(*texts):
+        groups = []
+        for label in parts:
+            rows = [rollout([say(f"{label}{text}")]) for text in texts]
+            for row in rows:
+                row.trajectory = dataclasses.replace(row.trajectory, environment=label)
+            groups.append(group(*rows))
+        return rewards.score(groups)
+
+    assert score("1", "22")["reward/judge/calls"] == 4.0
+    with pytest.raises(RewardError, match="budget of 5 calls is spent"):
+        score("333", "4444")
+    assert len(server.prompts) == 5
+
+
 def test_retries_spend_the_budget(server, tmp_path):
     options = build_options(
         server,
@@ -471,6 +503,38 @@ def test_scores_of_people_are_compared_within_each_prompt(server, tmp_path):
         read_labelled_pairs([PAIRS[0], {"prompt": "q"}])
     with pytest.raises(DataError, match="no pair of answers"):
         read_labelled_pairs(rows[:1])
+
+
+def test_scored_answers_are_compared_within_one_conversation():
+    def row(question, answer, score):
+        opening = [("user", question), ("assistant", "?"), ("user", "go on")]
+        prompt = [{"role": role, "content": text} for role, text in opening]
+        completion = [{"role": "assistant", "content": answer}]
+        return {"prompt": prompt, "completion": completion, "score": score}
+
+    rows = [row("2 + 2", "4", 2.0), row("2 + 2", "5", 1.0), row("3 + 3", "7", 1.0)]
+    (pair,) = read_labelled_pairs(rows)
+    assert {pair.first.completion, pair.second.completion} == {"4", "5"}
+    single = [{"role": "user", "content": "q"}]
+    rows = [
+        {"prompt": "q", "completion": "a", "score": 1.0},
+        {"prompt": single, "completion": [{"role": "assistant", "content": "b"}], "score": 2.0},
+    ]
+    assert len(read_labelled_pairs(rows)) == 1
+
+
+def test_equal_answers_to_different_prompts_of_a_group_are_judged_apart(tmp_path):
+    options = {"url": "http://judge", "model": "j", "cache": str(tmp_path)}
+    judge = JudgeReward(JudgeSettings(**options, prompt="{prompt} {completion}"))
+
+    def answer(questions):
+        for key, question in questions.items():
+            yield key, float(question.messages[-1]["content"] == "2 + 2 4"), ""
+
+    judge.client.request_verdicts = answer
+    samples = [JudgedSample("2 + 2", "4"), JudgedSample("3 + 3", "4"), JudgedSample("2 + 2", "4")]
+    assert judge.judge_samples(samples, [3]) == [1.0, 0.0, 1.0]
+    assert judge.metrics["asked"] == 2.0  # equal ones once
 
 
 def test_a_judge_is_calibrated_before_training_or_refused(server, tmp_path, caplog):

@@ -9,6 +9,14 @@ from rl_core.settings import PolicySettings, RewardSettings
 from rl_core.types import Turn
 
 MODULE = """
+import asyncio
+
+async def check_slowly(steps, trajectory):
+    await asyncio.sleep(0)
+    if "cancel" in steps:
+        raise asyncio.CancelledError
+    return [float(step == trajectory.target) for step in steps]
+
 def check(steps, trajectory):
     if "raise" in steps:
         raise ValueError("no such step")
@@ -40,8 +48,8 @@ def play(*texts, observation=""):
 def score(tmp_path):
     (tmp_path / "steps.py").write_text(MODULE)
 
-    def score_texts(*episodes, scorer=None, max_failed_share=0.9, **options):
-        function = None if scorer else f"{tmp_path}/steps.py:check"
+    def score_texts(*episodes, scorer=None, max_failed_share=0.9, name="check", **options):
+        function = None if scorer else f"{tmp_path}/steps.py:{name}"
         rewards = RewardOrchestrator(
             {"process": 2.0},
             options=RewardSettings(
@@ -95,6 +103,12 @@ def test_a_function_that_fails_excludes_the_rollout(score, bad):
     assert metrics["reward/process"] == 1.0
     with pytest.raises(RewardError, match=r"reward 'process' (raised|gave)"):
         score(("t",), (bad,), max_failed_share=0.0)
+
+
+def test_a_function_may_be_async_and_cancelled(score):
+    rollouts, metrics = score(("t\nx",), ("cancel",), name="check_slowly")
+    assert rollouts[0].step_scores == [(1, 1.0), (3, 0.0)]
+    assert rollouts[1].is_masked and metrics["reward/masked_rate"] == 0.5
 
 
 def test_a_reward_model_scores_positions_of_the_whole_sequence(score):

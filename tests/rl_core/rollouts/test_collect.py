@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -233,6 +234,8 @@ class FaultyEnvironment(Looking):
                     raise KeyError("cell")
                 if fault == "exit":
                     raise SystemExit(0)
+                if fault == "cancel":
+                    raise asyncio.CancelledError("gone")
                 if fault == "type":
                     return "done"  # type: ignore[return-value]
                 return Step(
@@ -248,6 +251,7 @@ class FaultyEnvironment(Looking):
         ("reset", "ValueError: no grid"),
         ("act", "KeyError: 'cell'"),
         ("exit", "SystemExit: 0"),
+        ("cancel", "CancelledError: gone"),
         ("type", "'str' object has no attribute 'terminated'"),
         ("nan", "finite reward"),
         ("silent", "without a message"),

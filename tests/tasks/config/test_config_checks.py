@@ -410,10 +410,11 @@ def test_greedy_rollouts_teach_nothing():
     assert "are identical" in list_problems(stages=stages)["stages.evaluate.samples"]
 
 
+@pytest.mark.parametrize("field", ["patience", "plateau_patience"])
 @pytest.mark.parametrize("name", ["sft", "preference", "reward_model", "policy"])
-def test_patience_without_evaluations(name):
-    stages = {"sft": {}, name: {"patience": 3}}
-    assert "set eval_every" in list_problems(stages=stages)[f"stages.{name}.patience"]
+def test_patience_without_evaluations(name, field):
+    stages = {"sft": {}, name: {field: 3}}
+    assert "set eval_every" in list_problems(stages=stages)[f"stages.{name}.{field}"]
     stages[name]["eval_every"] = 1
     assert list_problems(stages=stages) == {}
 
