@@ -47,7 +47,9 @@ def list_group_members(error: BaseException) -> list[BaseException]:
 def _call_handler(handle: Any, request: Any) -> dict[str, Any]:
     try:
         return {"value": handle(request)}
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit and asyncio's CancelledError are no Exception
         return {"error": describe_error(error)}
 
 

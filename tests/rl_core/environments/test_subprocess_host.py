@@ -14,7 +14,7 @@ import pytest
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool, ChildTimeout
 
 SCRIPT = """
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 state = {}
 
 def start(setup):
@@ -30,6 +30,7 @@ def handle(request):
     if what == "hello": return [state["setup"], state["count"], state["began"]]
     if what == "raise": raise KeyError("cell")
     if what == "leave": raise SystemExit(3)
+    if what == "cancel": raise asyncio.CancelledError("late")
     if what == "die": os._exit(7)
     if what == "print": print("noise", flush=True); os.write(1, b"more noise"); return "quiet"
     if what == "hang":
@@ -92,6 +93,7 @@ def test_what_a_function_raises_is_an_error_and_the_child_stays(script: Path) ->
     for what, message in (
         ("raise", "KeyError: 'cell'"),
         ("leave", "SystemExit: 3"),
+        ("cancel", "CancelledError: late"),
         ("odd", "not JSON serializable"),
     ):
         with pytest.raises(ChildFailed, match=message):
