@@ -80,7 +80,7 @@ def build_result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
         if name == "suites":
             row["suites"] = result.summary["models"]
         if name == "policy" and pipeline_run.settings.stages.policy is not None:
-            row["uses_reward_model"] = pipeline_run.settings.stages.policy.uses_reward_model
+            row["uses_reward_model"] = pipeline_run.settings.uses_reward_model
         if name == "evaluate":
             rates = [figures["tokens_per_second"] for figures in evaluated.values()]
             row["tokens_per_second"] = sum(rates) / len(rates) if rates else None

@@ -277,7 +277,7 @@ class StagePlanner:
         needs_old = updates > 1 or block.kl_max is not None
         if needs_old and (block.minibatches > 1 or block.kl_max is not None or self.processes > 1):
             work += estimate_scoring_work(shape, rows=count, **sizes)
-        if block.uses_reward_model:
+        if self._uses_reward_model(block):
             work += estimate_scoring_work(trunk, rows=count, **sizes)
         critic = block.value_function
         if critic is not None:
@@ -308,6 +308,12 @@ class StagePlanner:
             processes=self.processes,
         )
 
+    def _uses_reward_model(self, block: PolicySettings) -> bool:
+        """Return whether a reward of the stage, or of an environment of a mixture, is that of a reward model."""
+        return block.uses_reward_model or (
+            self.name == "policy" and self.settings.uses_reward_model
+        )
+
     def _estimate_frozen_models(self, block: PolicySettings) -> dict[str, int]:
         """Estimate the models that only score: the KL reference and the reward model."""
         sizes = {}
@@ -316,7 +322,7 @@ class StagePlanner:
             sizes["reference model"] = estimate_frozen_bytes(
                 self.model.policy, self.placement.item, precision
             )
-        if block.uses_reward_model:
+        if self._uses_reward_model(block):
             sizes["reward model"] = estimate_frozen_bytes(self.model.trunk, self.placement.item)
         if block.is_taught:
             self.notes.append("the teacher's memory and passes are not counted")

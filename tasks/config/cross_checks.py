@@ -181,12 +181,9 @@ def check_combinations(
     findings = [
         *_check_model(settings),
         *(_check_quantization(settings) if check_servers else ()),
-        *(_Finding(problem, about) for problem, about in check_stage_inputs(settings)),
+        *itertools.starmap(_Finding, check_stage_inputs(settings)),
         *_check_gguf_stage(settings, check_package=check_servers),
-        *(
-            _Finding(problem, about)
-            for problem, about in check_suites(settings, check_packages=check_servers)
-        ),
+        *itertools.starmap(_Finding, check_suites(settings, check_packages=check_servers)),
         *_check_sampling(settings),
         *_check_training_loops(settings),
         *_check_sinks(settings),
@@ -196,10 +193,7 @@ def check_combinations(
         *_check_environment(settings, import_code),
         *_check_agent(settings),
         *_check_rewards(settings, import_code),
-        *(
-            _Finding(problem, about)
-            for problem, about in check_curriculum(include_mixture_rewards(settings))
-        ),
+        *itertools.starmap(_Finding, check_curriculum(include_mixture_rewards(settings))),
         *(_Finding(problem, (problem.key[:-1],)) for problem in check_memory(settings)),
         *(
             _Finding(problem, (NETWORK_KEY,))
@@ -223,7 +217,11 @@ def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
     policy, problems = settings.stages.policy, [*find_unlogged_alerts(settings)]
     problems = [problem for problem in problems if not _is_online_alert(problem)]
     problems += _find_forgotten_environment(settings)
-    if settings.stages.reward_model is None or policy is None or _uses_reward_model(policy):
+    if (
+        settings.stages.reward_model is None
+        or policy is None
+        or _uses_reward_model(settings, policy)
+    ):
         return problems
     text = (
         "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as in "
@@ -245,10 +243,11 @@ def _find_forgotten_environment(settings: PipelineSettings) -> Iterator[ConfigPr
         )
 
 
-def _uses_reward_model(policy: PolicySettings) -> bool:
-    """Return whether a component of a reward model has a weight other than 0 anywhere in the curriculum."""
+def _uses_reward_model(settings: PipelineSettings, policy: PolicySettings) -> bool:
+    """Return whether a component of a reward model has a weight other than 0 in the curriculum or an environment."""
     names = ["learned", *(["process"] if policy.reward_options.process.function is None else [])]
-    return any(weights.get(name) for weights in _list_reward_weights(policy) for name in names)
+    weights = [*_list_reward_weights(policy), *(entry.rewards for entry in settings.environments)]
+    return any(by_name.get(name) for by_name in weights for name in names)
 
 
 def _list_reward_weights(policy: PolicySettings) -> list[dict[str, float]]:

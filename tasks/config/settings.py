@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from rl_core.curriculum.watched_metrics import include_rewards
 from rl_core.errors import SettingsError, suggest_name
 from rl_core.settings import (
     AnalysisSettings,
@@ -437,6 +438,15 @@ class PipelineSettings(Settings):
     def find_stage_seed(self, stage: str) -> int:
         """Return the seed of a stage: from `seeds`, else the pipeline's."""
         return self.seeds.get(stage, self.seed)
+
+    @property
+    def uses_reward_model(self) -> bool:
+        """True if a reward of the policy, or of one of its environments, is that of a reward model."""
+        policy = self.stages.policy
+        if policy is None:
+            return False
+        names = [name for entry in self.environments for name in entry.rewards]
+        return include_rewards(policy, names).uses_reward_model
 
     @property
     def experiment(self) -> str:

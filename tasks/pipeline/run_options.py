@@ -92,8 +92,7 @@ def select_settings_up_to(
 
 def _uses_reward_model(settings: PipelineSettings, needed: set[str], model: str | None) -> bool:
     """Return whether one of these stages uses the reward model: the results of a whole run do, if there is one."""
-    policy = settings.stages.policy
-    if policy is not None and policy.uses_reward_model:
+    if settings.uses_reward_model:
         return True
     consumers = [name for name in needed - {"policy"} if "reward_model" in find_stage(name).takes]
     return model is None and any(getattr(settings.stages, name) is not None for name in consumers)

@@ -55,7 +55,7 @@ def optimise_policy(
         inputs["data"] = data
     settings = pipeline_run.settings.stages.policy
     assert settings is not None
-    if reward is not None and settings.uses_reward_model:
+    if reward is not None and pipeline_run.settings.uses_reward_model:
         inputs["reward_model"] = reward
     return run_stage(pipeline_run, "policy", _run_policy_training, inputs=inputs)
 

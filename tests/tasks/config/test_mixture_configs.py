@@ -1,15 +1,19 @@
 """Several environments in a configuration: what is refused before a stage begins, and what the settings become."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from helpers.config_problems import list_problems
 
 from rl_core.settings import EnvironmentSettings
 from tasks.config import ConfigError, build_settings, dump_settings, load_settings
+from tasks.config.cross_checks import find_waste
 from tasks.config.displayed_settings import mask_secrets
 from tasks.lifecycle.data_lineage import list_data_sources
+from tasks.pipeline.run_options import select_settings_up_to
 from tasks.pipeline.stage_key import collect_stage_key, digest_environment_files
+from tasks.stages import policy as policy_stage
 
 SUMS = {"name": "arithmetic", "label": "sums", "levels": {"easy": 1}}
 GRID = {"name": "pixel_grid", "weight": 2.0}
@@ -265,3 +269,20 @@ def test_secrets_of_an_environment_are_masked():
     plain["environments"][0]["options"] = {"api_key": "s3cret"}
     plain["environment"]["options"]["environments"][0]["options"] = {"api_key": "s3cret"}
     assert "s3cret" not in json.dumps(mask_secrets(plain))
+
+
+def test_a_reward_model_that_one_environment_alone_uses_reaches_the_policy(monkeypatch):
+    stages = {"sft": {}, "reward_model": {}, "policy": {}}
+    settings = build({**SUMS, "rewards": {"task": 1.0, "learned": 0.1}}, GRID, stages=stages)
+    assert settings.uses_reward_model and find_waste(settings) == []
+    assert select_settings_up_to(settings, "policy").stages.reward_model is not None
+
+    taken = {}
+    monkeypatch.setattr(policy_stage, "run_stage", lambda *args, inputs: taken.update(inputs))
+    run = SimpleNamespace(settings=settings)
+    policy_stage.optimise_policy(run, "model", None, "reward model's result")
+    assert taken["reward_model"] == "reward model's result"
+
+    without = build(stages=stages)
+    assert not without.uses_reward_model
+    assert [problem.key for problem in find_waste(without)] == [("stages", "reward_model")]
