@@ -419,8 +419,8 @@ def summed_ppo_loss(
 ) -> torch.Tensor:
     """Compute L = -sum min(r A, clip(r, low, high) A).
 
-    Args: as `importance_sampling_loss`; low_BT, high_BT: float [B, T], thresholds of the ratio,
-        0 <= low <= high.
+    Args: as `importance_sampling_loss`.
+        low_BT, high_BT: float [B, T], thresholds of the ratio, 0 <= low <= high.
     Raises: DataError, also for thresholds out of range.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
     """
@@ -488,8 +488,8 @@ def summed_gspo_loss(
     """Compute L = -sum min(s A, clip(s, low, high) A), s = exp(mean of p - q over the row's tokens of
     `ratio_mask_BT`).
 
-    Args: as `summed_ppo_loss`; ratio_mask_BT: bool [B, T], the tokens that form a row's ratio. A row without any has
-        ratio 1 and no gradient.
+    Args: as `summed_ppo_loss`.
+        ratio_mask_BT: bool [B, T], the tokens that form a row's ratio. A row without any has ratio 1 and no gradient.
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7; summed over tokens, so a row counts by its length.
     """
     _check_thresholds(mask_BT, low_BT, high_BT)
