@@ -214,14 +214,11 @@ def check_combinations(
 
 def find_waste(settings: PipelineSettings) -> list[ConfigProblem]:
     """List settings that work but waste time, or wait for something that never happens: for warnings."""
-    policy, problems = settings.stages.policy, [*find_unlogged_alerts(settings)]
-    problems = [problem for problem in problems if not _is_online_alert(problem)]
+    policy, unlogged = settings.stages.policy, find_unlogged_alerts(settings)
+    problems = [problem for problem in unlogged if not _is_online_alert(problem)]
     problems += _find_forgotten_environment(settings)
-    if (
-        settings.stages.reward_model is None
-        or policy is None
-        or _uses_reward_model(settings, policy)
-    ):
+    is_trained = settings.stages.reward_model is not None
+    if not is_trained or policy is None or _uses_reward_model(settings, policy):
         return problems
     text = (
         "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as in "
