@@ -178,7 +178,7 @@ def test_metric_labels_and_hints():
         and find_label("perf/step_seconds") == "Iteration"
     )
     assert build_hint("train/success_rate").startswith(
-        "train/success_rate: Rollouts of the iteration that the environment counts as solved."
+        "train/success_rate: Rollouts that the environment counts as solved."
     )
     assert "\nWorry: Near 0: nothing to learn from." in build_hint("reward/std")
     assert build_hint("train/success_rate_by_level/easy").startswith(
