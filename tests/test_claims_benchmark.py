@@ -10,6 +10,7 @@ from claimed.policy_runs import count_iterations_to
 from claimed.report import write_report
 from claimed.results import Results
 from claimed.tasks import TASKS, VALIDATION
+from learning_runs.report import compare_reports
 
 
 def test_a_run_is_saved_once_and_only_when_complete(tmp_path):
@@ -99,3 +100,32 @@ def test_the_table_holds_the_results(tmp_path):
     )
     assert text == (tmp_path / "claims.md").read_text() and "kl:" not in text
     assert json.loads(results.path("rollback", "5e-3", 1).read_text())["seed"] == 1
+
+
+def test_reports_are_compared_with_grpo_seed_by_seed():
+    text = """# Results
+
+## One, `--parts algorithms`
+
+| algorithm | success [95%] | each seed | above SFT |
+|---|---|---|---|
+| SFT (the start) | 50.0% [48.0, 52.0] | 50.0, 50.0 | |
+| grpo | 95.0% [94.0, 96.0] | 94.0, 96.0 | yes |
+| ppo | 92.0% [91.0, 93.0] | 91.0, 93.0 | yes |
+
+## Two, another part
+
+| ppo | 1.0% [0.0, 2.0] | 1.0, 1.0 | no |
+
+## Three, `--parts algorithms`
+
+| ppo | 90.0% [89.0, 91.0] | 89.0, 91.0 | yes |
+| grpo | 91.0% [90.0, 92.0] | 92.0, 90.0 | yes |
+"""
+    lines = compare_reports(text).splitlines()
+    # ppo - grpo: -3, -3, -3, 1: mean -2, deviation 2, half width 3.182446 * 2 / sqrt(4)
+    assert lines[2:] == [
+        "| grpo | 93.0% | 95.0 | 91.0 |  | 90.0 |",
+        "| ppo | 91.0% | 92.0 | 90.0 | -2.0 [-5.2, 1.2] | 89.0 |",
+        "| SFT (the start) | 50.0% | 50.0 |  | -45.0 [-57.7, -32.3] | 50.0 |",
+    ]

@@ -62,7 +62,7 @@ def find_completing_tokens(
     low = 0
     for end in ends:
         first, stop = low, len(ids) - 1
-        low = stop  # the first place found that completes the end
+        low = stop  # the first place so far that completes the end
         while first < stop:
             middle = place = (first + stop) // 2
             while place < stop and not text.startswith(decode_through(place)):

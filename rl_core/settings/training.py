@@ -166,8 +166,8 @@ class LoopSettings(Settings):
         None,
         ge=1,
         doc="evaluations without improvement before the learning rate is multiplied by `plateau_factor`, down to "
-        "`min_lr_ratio` of the scheduled rate; again after as many further ones; as with `patience`, the best weights "
-        "are kept; default: never",
+        "`min_lr_ratio` of the scheduled rate; again after as many further ones; as with `patience`, the result has "
+        "the best weights; default: never",
     )
     plateau_factor: float = setting(0.5, gt=0, lt=1, doc="factor of the learning rate at a plateau")
     max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
@@ -186,7 +186,7 @@ class LoopSettings(Settings):
 
     @property
     def selects_best(self) -> bool:
-        """True if evaluations decide when to stop or to lower the learning rate; the best weights are then kept."""
+        """True if evaluations decide when to stop or to lower the learning rate; then the best weights are the result."""
         return self.patience is not None or self.plateau_patience is not None
 
 
