@@ -186,7 +186,7 @@ class LoopSettings(Settings):
 
     @property
     def selects_best(self) -> bool:
-        """True if evaluations decide when to stop or to lower the learning rate; then the best weights are the result."""
+        """True if evaluations decide when to stop or lower the learning rate; the best weights are then the result."""
         return self.patience is not None or self.plateau_patience is not None
 
 
