@@ -34,7 +34,7 @@ from posttrain.operations.state import (
 )
 from rl_core.errors import BackendError, SettingsError, suggest_name
 from rl_core.json_client import RequestError, fetch_json
-from tasks.command_hints import format_posttrain_command
+from tasks.command_hints import INSTALL_COMMAND, format_posttrain_command
 from tasks.mlflow_environment import strip_uri_password
 
 VERSION_SECONDS = 10.0  # to wait for a server's version
@@ -208,7 +208,7 @@ _KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"No module named '?(?P<module>[\w.]+)",
-        "a package is missing; pip install -c constraints.txt -e .",
+        f"a package is missing; {INSTALL_COMMAND}",
     ),
     (
         r"references work pool\s+'(?P<pool>[^']+)'\s+which\s+does\s+not\s+exist",
