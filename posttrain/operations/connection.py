@@ -331,7 +331,7 @@ def _describe_pool_problem(state: SupervisorState, output: Path, auth: str) -> s
             headers=build_basic_auth_header(auth),
         )
     except RequestError as error:
-        if error.status == 404:
+        if error.status == 404 and "pool" in state.registration:  # else it is not made yet
             command = format_posttrain_command("up", output)
             return f"work pool '{pool}' was deleted, so no deployment can run; `{command}` creates it again"
         return ""
