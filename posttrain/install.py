@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not ensure_pip() and shutil.which("uv") is None:
         print(
             f"{sys.prefix} has no pip, and there is no uv on the PATH; run "
-            f"`uv pip install --python {sys.executable} pip`, or make the environment by `python -m venv`",
+            f"`uv pip install --python {shlex.quote(sys.executable)} pip`, or make the environment by `python -m venv`",
             file=sys.stderr,
         )
         return 1

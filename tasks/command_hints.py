@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+INSTALL_COMMAND = "python -m posttrain.install"  # works in a checkout and from a wheel
+
 
 def format_posttrain_command(name: str, output: Path) -> str:
     """Format `posttrain NAME` for an output folder.

@@ -15,6 +15,7 @@ import psutil
 
 from rl_core.errors import SettingsError
 from rl_core.storage.atomic_files import make_folder, write_text_unsynced
+from tasks.command_hints import INSTALL_COMMAND
 
 # Entry point of tasks/tracking/server_app.py in pyproject.toml, in the group where MLflow looks for apps.
 _MLFLOW_APP_NAME = "posttrain"
@@ -55,7 +56,7 @@ def build_server_options() -> tuple[str, str]:
     if not entry_points(group="mlflow.app", name=_MLFLOW_APP_NAME):
         raise SettingsError(
             "the installed posttrain is older than this code and has no MLflow server without the Assistant; "
-            "install it again: `make setup`, or pip install with the same options as the first time"
+            f"install it again: {INSTALL_COMMAND}"
         )
     return ("--app-name", _MLFLOW_APP_NAME)
 

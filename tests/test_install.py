@@ -142,6 +142,11 @@ def test_an_environment_of_uv_gets_the_pip_that_python_brings(install, monkeypat
     assert install.main(["--torch", "cpu"]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"{sys.prefix} has no pip, and there is no uv on the PATH; run `uv pip")
+    monkeypatch.setattr(install.sys, "executable", "/home/my team/bin/python")
+    assert install.main(["--torch", "cpu"]) == 1
+    assert "`uv pip install --python '/home/my team/bin/python' pip`" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(install.importlib.util, "find_spec", lambda name: None)
 
     commands = Commands({"ensurepip": 1})
     monkeypatch.setattr(install.subprocess, "run", commands)

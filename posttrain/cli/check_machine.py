@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import os
 import platform
+import shlex
 import shutil
 import sqlite3
 import sys
@@ -33,7 +34,7 @@ from posttrain.cli.arguments import add_config_argument, add_data_options
 from posttrain.cli.tables import print_requested_data
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.json_client import find_health_problem
-from tasks.command_hints import format_posttrain_command
+from tasks.command_hints import INSTALL_COMMAND, format_posttrain_command
 from tasks.shipped import shipped
 
 Clock = Callable[[], float]
@@ -233,14 +234,14 @@ def _check_package(requirement: Requirement, pin: str | None) -> DoctorFinding:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return DoctorFinding(
-            name, "bad", f"is not installed; needed {requirement.specifier}", "run `make setup`"
+            name, "bad", f"is not installed; needed {requirement.specifier}", INSTALL_COMMAND
         )
     if not requirement.specifier.contains(version, prereleases=True):
         return DoctorFinding(
             name,
             "bad",
             f"{version}; needed {requirement.specifier}",
-            "pip install -c constraints.txt -e .",
+            INSTALL_COMMAND,
         )
     if pin is not None and Version(version).public != Version(pin).public:
         return DoctorFinding(name, "note", f"{version}; tested with {pin}")
@@ -522,7 +523,8 @@ def write_machine_calibration(
         f"{machine.library_bytes / 2**20:.0f} MiB, with the pipeline {machine.pipeline_bytes / 2**20:.0f} MiB more"
     )
     lines.append(
-        f"{path} written after {time.monotonic() - start:.0f} s: posttrain check plan CONFIG --machine {path}"
+        f"{path} written after {time.monotonic() - start:.0f} s: posttrain check plan CONFIG "
+        f"--machine {shlex.quote(str(path))}"
     )
     return values, "\n".join(lines)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 
 from rl_core.errors import SettingsError
 
@@ -57,7 +58,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         return 0
     if not create_file_once(arguments.to, text):
         raise SettingsError(f"{arguments.to}: exists already; name a new file")
-    print(f"{arguments.to}: written; check it: posttrain validate {arguments.to}")
+    path = shlex.quote(str(arguments.to))
+    print(f"{arguments.to}: written; check it: posttrain validate {path}")
     return 0
 
 

@@ -7,6 +7,7 @@ command installs them; therefore this module imports the standard library alone.
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import sys
 from importlib import metadata
@@ -35,13 +36,17 @@ def command() -> NoReturn:
         missing = list_missing_packages()
         if not missing or "--debug" in sys.argv:
             raise
-        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
-        print(
-            f"posttrain: packages are missing from this environment: {names}; install the tested versions: "
-            f"{sys.executable} -m posttrain.install",
-            file=sys.stderr,
-        )
+        print(format_missing_packages(missing), file=sys.stderr)
         sys.exit(2)
+
+
+def format_missing_packages(missing: list[str]) -> str:
+    """Format the error about missing packages, with the command that installs them."""
+    names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+    return (
+        f"posttrain: packages are missing from this environment: {names}; install the tested versions: "
+        f"{shlex.quote(sys.executable)} -m posttrain.install"
+    )
 
 
 def list_missing_packages() -> list[str]:

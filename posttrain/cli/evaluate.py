@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +97,8 @@ def _resolve_settings(arguments: argparse.Namespace) -> PipelineSettings:
         raise SettingsError("--include-path and --limit belong to --suite")
     if arguments.config is None and not arguments.suite:
         raise SettingsError(
-            f"name the configuration whose episodes it plays: posttrain evaluate CONFIG {arguments.model}; or "
+            f"name the configuration whose episodes it plays: posttrain evaluate CONFIG "
+            f"{shlex.quote(arguments.model)}; or "
             "--suite lm-eval:TASK"
         )
     arguments.set = [*arguments.set, *_list_suite_overrides(arguments)]

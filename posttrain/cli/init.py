@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import os
+import shlex
 from pathlib import Path
 
 from rl_core.errors import SettingsError
@@ -58,5 +59,5 @@ def write_starter_project(folder: Path) -> str:
     parent = folder.resolve().parent
     lines = [f"{folder}: wrote {', '.join(TEMPLATE_FILES)}"]
     if parent != Path.cwd():
-        lines.append(f"cd {parent}")
+        lines.append(f"cd {shlex.quote(str(parent))}")
     return "\n".join([*lines, f"posttrain run {name}/config.yaml"])

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,8 @@ def _refuse_wrong_options(arguments: argparse.Namespace, is_new: bool) -> None:
         )
     if is_new and arguments.cron is None:
         raise SettingsError(
-            f'--cron is missing: for 02:00 every day, posttrain schedule {arguments.config} --cron "0 2 * * *"'
+            f"--cron is missing: for 02:00 every day, posttrain schedule {shlex.quote(arguments.config)} "
+            '--cron "0 2 * * *"'
         )
     from tasks.config.displayed_settings import list_secret_overrides
 

@@ -5,6 +5,7 @@ Both are read from the services' files and store, and nothing is written.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,7 @@ def build_online_tab(output: Path) -> list[dict[str, Any]]:
     if charts := _build_online_charts(record):
         blocks.append(build_charts_block("online-charts", charts))
     blocks += [_build_decisions_table(record), _build_events_table(record)]
-    lines = ["All of it as one file:", f"$ posttrain online report {folder}"]
+    lines = ["All of it as one file:", f"$ posttrain online report {shlex.quote(str(folder))}"]
     return [*blocks, build_note("online-report", lines, "small")]
 
 
@@ -183,7 +184,7 @@ def build_service_tab(output: Path) -> list[dict[str, Any]]:
         lines = [
             "No training service in this folder.",
             "It is shown as soon as one runs here:",
-            f"$ posttrain service up service --set folder={output / 'service'}",
+            f"$ posttrain service up service --set {shlex.quote(f'folder={output}/service')}",
         ]
         return [build_note("service", lines)]
     # Imports SQLAlchemy, which only this tab needs.

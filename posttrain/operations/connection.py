@@ -34,7 +34,7 @@ from posttrain.operations.state import (
 )
 from rl_core.errors import BackendError, SettingsError, suggest_name
 from rl_core.json_client import RequestError, fetch_json
-from tasks.command_hints import format_posttrain_command
+from tasks.command_hints import INSTALL_COMMAND, format_posttrain_command
 from tasks.mlflow_environment import strip_uri_password
 
 VERSION_SECONDS = 10.0  # to wait for a server's version
@@ -208,7 +208,7 @@ _KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"No module named '?(?P<module>[\w.]+)",
-        "a package is missing; pip install -c constraints.txt -e .",
+        f"a package is missing; {INSTALL_COMMAND}",
     ),
     (
         r"references work pool\s+'(?P<pool>[^']+)'\s+which\s+does\s+not\s+exist",
@@ -331,7 +331,7 @@ def _describe_pool_problem(state: SupervisorState, output: Path, auth: str) -> s
             headers=build_basic_auth_header(auth),
         )
     except RequestError as error:
-        if error.status == 404:
+        if error.status == 404 and "pool" in state.registration:  # else it is not made yet
             command = format_posttrain_command("up", output)
             return f"work pool '{pool}' was deleted, so no deployment can run; `{command}` creates it again"
         return ""

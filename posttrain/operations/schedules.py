@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,7 +170,7 @@ async def create_schedule(
     await client.create_deployment(
         flow_id=await client.create_flow_from_name(function.name),
         name=name,
-        description=f"Scheduled by `posttrain schedule {config} --cron '{cron}'`.",
+        description=f"Scheduled by `posttrain schedule {shlex.quote(config)} --cron '{cron}'`.",
         entrypoint=_ENTRYPOINTS[flow],
         work_pool_name=pool,
         parameters=parameters,

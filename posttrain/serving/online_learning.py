@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shlex
 import sys
 import threading
 import time
@@ -394,7 +395,8 @@ class OnlineLearningService:
             return
         self._paused = paused
         if paused:
-            hint = f"`posttrain online resume {self.folder.path}` resumes learning"
+            folder = shlex.quote(str(self.folder.path))
+            hint = f"`posttrain online resume {folder}` resumes learning"
             self.record_event("alarm", f"{paused}; {hint}")
         else:
             self.record_event("resumed", "learning has resumed")

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -169,7 +170,7 @@ def _probe_environment(python: str, package: str) -> str:
     if done.returncode != 0:
         raise SettingsError(
             f"stages.suites.inspect_python: {python} lacks {package} or openai; install both there: "
-            f"{python} -m pip install {package} openai"
+            f"{shlex.quote(python)} -m pip install {package} openai"
         )
     return f"{package} {done.stdout.strip()}"
 

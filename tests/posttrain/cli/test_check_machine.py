@@ -139,6 +139,15 @@ def test_not_installed(monkeypatch):
     assert finding.is_bad and "make setup" in finding.advice
 
 
+def test_advice_on_packages_works_in_a_checkout_and_from_a_wheel():
+    """A wheel has neither a Makefile nor a constraints.txt in the current folder."""
+    advice = "python -m posttrain.install"
+    missing = doctor._check_package(Requirement("no-such-package>=1"), None)
+    assert (missing.is_bad, missing.advice) == (True, advice)
+    outdated = doctor._check_package(Requirement("packaging>=1000"), None)
+    assert (outdated.is_bad, outdated.advice) == (True, advice)
+
+
 def test_disk(tmp_path, monkeypatch):
     for free, state in ((0.5, "bad"), (3, "note"), (50, "ok")):
         usage = type("usage", (), {"free": int(free * doctor.GIB)})

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from posttrain.cli import entry
+
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
 SLOW = (
@@ -69,3 +71,12 @@ def test_a_wheel_without_its_packages_says_what_installs_them(tmp_path):
             f"the tested versions: {sys.executable} -m posttrain.install\n"
         )
     assert "Traceback" in run("check", "machine", "--debug").stderr
+
+
+def test_the_command_that_installs_packages_can_be_copied_from_a_home_with_a_space(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(entry.sys, "executable", "/home/my team/bin/python")
+    assert entry.format_missing_packages(["torch"]).endswith(
+        "torch; install the tested versions: '/home/my team/bin/python' -m posttrain.install"
+    )

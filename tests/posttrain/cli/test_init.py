@@ -36,6 +36,11 @@ def test_the_config_is_valid_and_names_its_sibling_files(project):
     assert "@" not in (project / "config.yaml").read_text().replace("@champion", "")
 
 
+def test_the_commands_can_be_copied_where_a_folder_has_a_space(tmp_path, capsys):
+    assert cli.main(["init", str(tmp_path / "my team" / "first_task")]) == 0
+    assert f"\ncd '{tmp_path}/my team'\n" in capsys.readouterr().out
+
+
 def test_the_environment_plays(project):
     environment = make_environment("first_task.environment:Largest", {"skill": 0.6})
     for seed in range(20):

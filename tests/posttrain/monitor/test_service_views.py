@@ -98,6 +98,9 @@ def test_missing_service_and_store_are_reported(tmp_path):
     assert "service" in TAB_NAMES
     (note,) = build_view(RunReader(tmp_path), PageSelection(), "service")["blocks"]
     assert re.search(r"posttrain service up service --set folder=.*/service$", note["lines"][-1])
+    spaced = tmp_path / "my team"
+    (note,) = build_view(RunReader(spaced), PageSelection(), "service")["blocks"]
+    assert note["lines"][-1].endswith(f"--set 'folder={spaced}/service'")
     (tmp_path / "service").mkdir()
     (tmp_path / "service" / "settings.json").write_text("{")
     (note,) = build_view(RunReader(tmp_path), PageSelection(), "service")["blocks"]

@@ -160,7 +160,7 @@ def test_configured_address_and_origin(tmp_path):
         ),
         ('FATAL:  password authentication failed for user "me"', "check user and password"),
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
-        ("ModuleNotFoundError: No module named 'asyncpg'", "a package is missing"),
+        ("ModuleNotFoundError: No module named 'asyncpg'", "python -m posttrain.install"),
         (
             "/opt/x/python: Error while finding module (No module named 'vllm')",
             "rollouts.server.python has no vLLM",

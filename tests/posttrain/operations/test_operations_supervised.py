@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.operations import connection
 from posttrain.operations.connection import format_status_table
 from posttrain.operations.managed_service import RESTART_POLICY, ManagedService
 from posttrain.operations.processes import ProcessId
@@ -23,6 +24,7 @@ from posttrain.operations.state import (
     write_state,
 )
 from rl_core.errors import FolderBusy
+from rl_core.json_client import RequestError
 from rl_core.storage.locks import FolderLock
 
 
@@ -256,6 +258,18 @@ def test_status_table():
         "died; next start in 5 s; log: x.log",
     ]
     assert "deployed post-training/demo" in text and "automation crash zombies: made" in text
+
+
+def test_a_work_pool_that_was_not_made_yet_was_not_deleted(monkeypatch):
+    def answer_not_found(*_, **__):
+        raise RequestError("no such pool", 404)
+
+    monkeypatch.setattr(connection, "fetch_json", answer_not_found)
+    state = build_state()
+    state.services.append(ServiceState("prefect", "http://127.0.0.1:4200", "up"))
+    assert "work pool 'posttrain' was deleted" in format_status_table(state, Path("outputs"))
+    state.registration = {}  # it is registered at the moment
+    assert "work pool" not in format_status_table(state, Path("outputs"))
 
 
 def test_logs_are_rotated(tmp_path, monkeypatch):

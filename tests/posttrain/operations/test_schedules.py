@@ -77,6 +77,7 @@ def test_refusals_of_the_command(tmp_path, monkeypatch, capsys):
         (["schedule", "demo"], 2, "--cron is missing"),
         (["schedule", "demo", "--cron", "0 99 * * *"], 2, "hour is '99'"),
         (["schedule", "dmeo", "--cron", "0 2 * * *"], 2, "did you mean 'demo'?"),
+        (["schedule", "my team.yaml"], 2, "posttrain schedule 'my team.yaml' --cron"),
         (["schedule", "--list", "--cron", "0 2 * * *"], 2, "is for a new schedule"),
         (["schedule", "demo", "--cron", "0 2 * * *"], 1, "start them: posttrain up --detach"),
         (["schedule", "--list"], 1, "which do not run for"),
