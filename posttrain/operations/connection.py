@@ -223,6 +223,10 @@ _KNOWN_ERRORS: tuple[tuple[str, str], ...] = (
         r"Flow function with name '(?P<flow>\w+)' not found in\s+'(?P<file>[^']+)'",
         "{file} has no flow '{flow}'; correct the deployment's `entrypoint`",
     ),
+    (
+        r"\b(?:Read|Connect|Write|Pool)Timeout\b",
+        "Prefect's server did not answer in time: the machine is busy, or the server is still starting",
+    ),
 )
 
 

@@ -250,7 +250,7 @@ def _deploy_all(path: Path, root: Path) -> list[str]:
         lines = [line for line in lines if line != "An exception occurred."]
         reason = lines[-1][:500] if lines else f"exit code {process.returncode}"
     raise DataError(
-        f"{path}: deployment '{failed}': {reason}; the servers are up: correct it, then run `posttrain up` again"
+        f"{path}: deployment '{failed}': {reason}; the servers are up; `posttrain up` registers it again"
     )
 
 

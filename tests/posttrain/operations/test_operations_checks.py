@@ -161,6 +161,7 @@ def test_configured_address_and_origin(tmp_path):
         ('FATAL:  password authentication failed for user "me"', "check user and password"),
         ("OSError: [Errno 28] No space left on device", "the disk is full"),
         ("ModuleNotFoundError: No module named 'asyncpg'", "python -m posttrain.install"),
+        ("Error while applying deployment:\n    raise\nhttpx.ReadTimeout", "the machine is busy"),
         (
             "/opt/x/python: Error while finding module (No module named 'vllm')",
             "rollouts.server.python has no vLLM",
