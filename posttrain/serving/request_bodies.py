@@ -13,7 +13,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from posttrain.serving.errors import ServingHTTPError
 from posttrain.web.request_body import describe_first_error
-from rl_core.chat.answer_rules import RULE_PARAMETERS, AnswerRules, parse_answer_rules
+from rl_core.chat.answer_rules import (
+    RULE_PARAMETERS,
+    AnswerRules,
+    parse_answer_rules,
+    select_callable_tools,
+)
 from rl_core.chat.requests import (
     MAX_TOP_LOGPROBS,
     TOOL_NAME_PATTERN,
@@ -168,7 +173,7 @@ class ChatBody(StrictBody):
     temperature: Temperature | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
-    # auto, none, required or a function; another text is refused when the rules are parsed
+    # auto, none, required, a function or allowed_tools; others are refused when the rules are parsed
     tool_choice: Literal["auto", "none", "required"] | str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -195,10 +200,9 @@ class ChatBody(StrictBody):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Schemas of the tools that the answer may call."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.model_dump() for tool in self.tools or ()]
+        """Schemas of the tools that the answer may call. Raises: ChatRequestError."""
+        schemas = [tool.model_dump() for tool in self.tools or ()]
+        return select_callable_tools(self.tool_choice, schemas)
 
     def parse_rules(self) -> AnswerRules:
         """Parse what the request demands of the answer's tokens. Raises: ServingHTTPError."""

@@ -13,7 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.chat.answer_rules import AnswerRules, ChatRequestError, parse_answer_rules
+from rl_core.chat.answer_rules import (
+    AnswerRules,
+    ChatRequestError,
+    parse_answer_rules,
+    select_callable_tools,
+)
 from rl_core.settings.common import MIN_TEMPERATURE
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
@@ -60,7 +65,7 @@ class ChatRequest:
 
     model: str
     messages: list[ChatMessage]
-    tools: list[dict[str, Any]] = field(default_factory=list)  # [] if tool_choice is none
+    tools: list[dict[str, Any]] = field(default_factory=list)  # that tool_choice allows
     stream: bool = False
     include_usage: bool = False
     n: int = 1
@@ -113,7 +118,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         model=fields.read_text("model"),
         messages=[_parse_message(message, index) for index, message in enumerate(messages)],
-        tools=[] if fields.values.get("tool_choice") == "none" else tools,
+        tools=select_callable_tools(fields.values.get("tool_choice"), tools),
         stream=bool(fields.values.get("stream")),
         include_usage=isinstance(stream_options, dict)
         and bool(stream_options.get("include_usage")),

@@ -181,6 +181,33 @@ def test_tools_are_called_as_environments_declare_them(served):
     assert instructed.ids == renderer.encode_history_prompt([system, opening])
 
 
+def test_a_client_that_takes_one_call_gets_one(served, monkeypatch):
+    """`parallel_tool_calls: false`: of two calls in an answer the first counts, in the next prompt, too."""
+    call = '<tool_call>{"name": "zoom", "arguments": {"row": %d, "column": 3}}</tool_call>'
+    written = f"{call % 2}\n{call % 5}"
+    renderer = served.server.prompt_builder.renderer
+    monkeypatch.setattr(type(renderer), "action_text", lambda self, ids: written)
+    tools, seed = TOOLS.schema(), 1
+    for streams in (False, True):
+        for allows_several, rows in ((None, [2, 5]), (True, [2, 5]), (False, [2])):
+            options = dict(tools=tools, seed=seed, temperature=1.5)
+            options["parallel_tool_calls"] = allows_several
+            if streams:
+                deltas = [part["choices"][0]["delta"] for part in served.stream(**options)]
+                calls = [c for delta in deltas for c in delta.get("tool_calls", ())]
+            else:
+                calls = served.chat(**options)["choices"][0]["message"]["tool_calls"]
+            arguments = [json.loads(call["function"]["arguments"]) for call in calls]
+            assert [values["row"] for values in arguments] == rows, (streams, allows_several)
+    opening = {"role": "user", "content": "row 2"}
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "5 red"}
+    body = ChatBody(model="small", messages=[opening, message, result], tools=tools)
+    prompt = served.server.prompt_builder.build_prompt(body.chat_messages, body.tool_schemas)
+    text = renderer.decode_ids(prompt.ids, is_start=True)
+    assert "zoom 2 3" in text and "zoom 5 3" not in text
+
+
 def test_tool_call_is_a_kind_of_answer(served, monkeypatch):
     monkeypatch.setattr(
         type(served.server.prompt_builder.renderer), "action_text", lambda self, ids: "zoom 2 3"
