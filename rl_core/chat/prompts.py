@@ -206,7 +206,11 @@ class PromptBuilder:
         schemas: Sequence[Mapping[str, Any]],
         reasoning_effort: str | None,
     ) -> RenderedChat:
-        tools = _build_toolset(schemas) if schemas else None
+        try:
+            tools = _build_toolset(schemas) if schemas else None
+        except SettingsError as error:
+            reason = str(error).removeprefix("tools: ")
+            raise ChatRequestError(f"tools: {reason}", param="tools") from None
         if tools is not None:
             tools.follow_template(self.renderer.template.tool_source)
         converted = [self._convert_message(message, tools) for message in messages]

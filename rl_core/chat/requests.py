@@ -24,7 +24,7 @@ from rl_core.settings.common import MIN_TEMPERATURE
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_MESSAGES, MAX_TOOLS, MAX_STOPS = 10_000, 128, 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOOL_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$"
+TOOL_NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # OpenAI's
 
 # OpenAI parameters that would change the answer: only the values that change nothing are accepted.
 _PARAMETERS_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -263,7 +263,7 @@ def _parse_tool(tool: Any) -> dict[str, Any]:
             "tools: only tools of the type function are supported", param="tools"
         )
     name, parameters = function.get("name"), function.get("parameters") or {}
-    if not isinstance(name, str) or re.match(TOOL_NAME_PATTERN, name) is None:
+    if not isinstance(name, str) or re.fullmatch(TOOL_NAME_PATTERN, name) is None:
         raise ChatRequestError("tools: function.name must be a name", param="tools")
     description = function.get("description") or ""
     if not isinstance(parameters, dict) or not isinstance(description, str):
