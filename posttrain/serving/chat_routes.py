@@ -169,8 +169,8 @@ async def check_chat_request(
     if body.environment is not None:
         _refuse_rules(rules)
     else:
-        schemas = body.tool_schemas
         try:
+            schemas = body.tool_schemas
             prompt = await server.run_on_prompt_thread(
                 prompts.build_prompt, body.chat_messages, schemas, rules.reasoning_effort
             )
@@ -195,6 +195,7 @@ async def check_chat_request(
         conversation=conversation,
         hides_thought=rules.has_grammar and bool(prompts.renderer.opened_thought),
         is_learnable=rules.reasoning_effort is None,
+        max_calls=1 if body.parallel_tool_calls is False else None,
     )
     seed = body.seed if body.seed is not None else secrets.randbits(64)
     return CheckedChatRequest(server, body, formatter, began, seed, ids, count, token_rules, images)

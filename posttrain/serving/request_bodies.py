@@ -9,11 +9,23 @@ import json
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from posttrain.serving.errors import ServingHTTPError
 from posttrain.web.request_body import describe_first_error
-from rl_core.chat.answer_rules import RULE_PARAMETERS, AnswerRules, parse_answer_rules
+from rl_core.chat.answer_rules import (
+    RULE_PARAMETERS,
+    AnswerRules,
+    parse_answer_rules,
+    select_callable_tools,
+)
 from rl_core.chat.requests import (
     MAX_TOP_LOGPROBS,
     TOOL_NAME_PATTERN,
@@ -33,6 +45,12 @@ def _refuse_tiny_temperature(value: float) -> float:
     return value
 
 
+# Clients send null for what is not set, within objects, too.
+NullableText = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
+NullableFlag = Annotated[bool, BeforeValidator(lambda value: False if value is None else value)]
+NullableObject = Annotated[
+    dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)
+]
 ShortText = Annotated[str, Field(max_length=1000)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Temperature = Annotated[FiniteFloat, Field(ge=0, le=5), AfterValidator(_refuse_tiny_temperature)]
@@ -125,8 +143,8 @@ class FunctionBody(_LenientBody):
     """A tool's declaration: name, description, JSON schema of its arguments."""
 
     name: Annotated[str, Field(pattern=TOOL_NAME_PATTERN)]
-    description: str = ""
-    parameters: dict[str, Any] = {}
+    description: NullableText = ""
+    parameters: NullableObject = {}
 
 
 class ToolBody(_LenientBody):
@@ -139,7 +157,7 @@ class ToolBody(_LenientBody):
 class StreamOptions(_LenientBody):
     """Options of a streamed response."""
 
-    include_usage: bool = False
+    include_usage: NullableFlag = False
 
 
 class EpisodeBody(StrictBody):
@@ -168,7 +186,7 @@ class ChatBody(StrictBody):
     temperature: Temperature | None = None
     top_p: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
     tools: Annotated[list[ToolBody], Field(max_length=128)] | None = None
-    # auto, none, required or a function; another text is refused when the rules are parsed
+    # auto, none, required, a function or allowed_tools; others are refused when the rules are parsed
     tool_choice: Literal["auto", "none", "required"] | str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -195,10 +213,9 @@ class ChatBody(StrictBody):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """Schemas of the tools that the answer may call."""
-        if self.tool_choice == "none":
-            return []
-        return [tool.model_dump() for tool in self.tools or ()]
+        """Schemas of the tools that the answer may call. Raises: ChatRequestError."""
+        schemas = [tool.model_dump() for tool in self.tools or ()]
+        return select_callable_tools(self.tool_choice, schemas)
 
     def parse_rules(self) -> AnswerRules:
         """Parse what the request demands of the answer's tokens. Raises: ServingHTTPError."""
@@ -343,8 +360,10 @@ def parse_json_body(kind: type[B], body: bytes) -> B:
 
 def validate_body(kind: type[B], parameters: dict[str, Any]) -> B:
     """Check the parameters of a request. Raises: ServingHTTPError (422) that names the field."""
-    if kind is CompletionBody:  # OpenAI's clients send null for what is not set
-        parameters = {name: value for name, value in parameters.items() if value is not None}
+    # OpenAI's clients send null for what is not set
+    parameters = {name: value for name, value in parameters.items() if value is not None}
+    if kind is CompletionBody:
+        parameters = _drop_completion_parameters(parameters)
     if kind is ChatBody:
         try:
             parameters = drop_ineffective_parameters(parameters)
@@ -355,7 +374,16 @@ def validate_body(kind: type[B], parameters: dict[str, Any]) -> B:
     except RecursionError:
         raise ServingHTTPError(422, "the body is nested too deeply") from None
     except ValidationError as error:
-        name, message = describe_first_error(error)
+        name, message = describe_first_error(error, parameters)
         raise ServingHTTPError(
             422, f"{name or 'the body'}: {message}", param=name or None
         ) from None
+
+
+def _drop_completion_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Drop `best_of` and `suffix` where they change nothing. Raises: ServingHTTPError (422) elsewhere."""
+    without_effect = {"best_of": parameters.get("n", 1), "suffix": ""}
+    for name, value in without_effect.items():
+        if name in parameters and json.dumps(parameters[name]) != json.dumps(value):
+            raise ServingHTTPError(422, f"{name}: is not supported here; leave it out", param=name)
+    return {name: value for name, value in parameters.items() if name not in without_effect}

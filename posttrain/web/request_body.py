@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -14,6 +17,7 @@ from posttrain.web.errors import HTTPError
 REJECTED_HEAD_BYTES = 4096
 # A body is read and discarded up to this multiple of its limit, so that the client sees the error.
 MAX_DRAIN_FACTOR = 8
+_WRONG_TYPE = re.compile(r".*_type|literal_error")  # of pydantic's errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,41 @@ def decompress_zstd(body: bytes, max_bytes: int) -> tuple[bytes, bool]:
     return content[:max_bytes], len(content) <= max_bytes
 
 
-def describe_first_error(error: ValidationError) -> tuple[str, str]:
-    """Return the dotted field name and the message of the first validation error; "" = the body itself."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return ".".join(str(part) for part in first["loc"]), first["msg"]
+def describe_first_error(error: ValidationError, body: Any = None) -> tuple[str, str]:
+    """Return the dotted field name and the message of the first validation error; "" = the body itself.
+
+    Args:
+        body: that was validated; names of the types of a union, which pydantic adds to places, are left out.
+    """
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    places = [_find_place(found["loc"], body, found["type"] == "missing") for found in errors]
+    place, messages = places[0], [errors[0]["msg"]]
+    if len(place) < len(errors[0]["loc"]):  # one error for each type of the union
+        branches = [
+            (other, found)
+            for other, found in zip(places, errors, strict=True)
+            if other[: len(place)] == place
+        ]
+        fitting = [pair for pair in branches if not _WRONG_TYPE.fullmatch(pair[1]["type"])]
+        if fitting:
+            place, messages = fitting[0][0], [fitting[0][1]["msg"]]
+        else:
+            messages = list(dict.fromkeys(found["msg"] for _, found in branches))
+    return ".".join(str(part) for part in place), "; or: ".join(messages)
+
+
+def _find_place(loc: Sequence[int | str], body: Any, is_missing: bool) -> tuple[int | str, ...]:
+    """Return the parts of a place that are keys and indices of the body; the last one may be missing from it."""
+    if body is None:
+        return tuple(loc)
+    place: list[int | str] = []
+    for number, part in enumerate(loc):
+        is_absent = is_missing and number == len(loc) - 1
+        if isinstance(body, Mapping) and (part in body or is_absent):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        place.append(part)
+    return tuple(place)

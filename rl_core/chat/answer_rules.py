@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,15 +102,59 @@ def _parse_tool_choice(value: Any) -> tuple[bool, str | None]:
         return False, None
     if value == "required":
         return True, None
-    if isinstance(value, Mapping) and value.get("type") == "function":
-        function = value.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else value.get("name")
-        if isinstance(name, str) and name:
-            return True, name
-    raise ChatRequestError(
-        "tool_choice: must be auto, none, required, or a function with its name",
-        param="tool_choice",
-    )
+    if isinstance(value, Mapping) and value.get("type") == "allowed_tools":
+        return _read_allowed_tools(value)[0] == "required", None
+    name = _read_function_name(value)
+    if name is None:
+        raise ChatRequestError(
+            "tool_choice: must be auto, none, required, a function with its name, or allowed_tools",
+            param="tool_choice",
+        )
+    return True, name
+
+
+def select_callable_tools(
+    tool_choice: Any, tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the tools that an answer may call: none, all of them, or those that `allowed_tools` names.
+
+    Raises: ChatRequestError; 400 for a tool that the request does not have.
+    """
+    if tool_choice == "none":
+        return []
+    if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "allowed_tools":
+        return list(tools)
+    _, names = _read_allowed_tools(tool_choice)
+    known = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        if name not in known:
+            raise ChatRequestError(
+                f"tool_choice: there is no tool '{name[:80]}'", param="tool_choice", status=400
+            )
+    return [tool for tool, name in zip(tools, known, strict=True) if name in names]
+
+
+def _read_allowed_tools(value: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return mode and names of `allowed_tools`, which the responses API writes without a level in between."""
+    allowed = value.get("allowed_tools", value)
+    tools = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    names = [_read_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    chosen = [name for name in names if name is not None]
+    if not chosen or len(chosen) < len(names) or allowed.get("mode") not in ("auto", "required"):
+        raise ChatRequestError(
+            "tool_choice: allowed_tools needs mode auto or required, and tools, a list of functions with their names",
+            param="tool_choice",
+        )
+    return allowed["mode"], chosen
+
+
+def _read_function_name(value: Any) -> str | None:
+    """Return the name in {"type": "function", ...} of the chat or the responses API; None = there is none."""
+    if not isinstance(value, Mapping) or value.get("type") != "function":
+        return None
+    function = value.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else value.get("name")
+    return name if isinstance(name, str) and name else None
 
 
 def parse_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -206,7 +206,11 @@ class PromptBuilder:
         schemas: Sequence[Mapping[str, Any]],
         reasoning_effort: str | None,
     ) -> RenderedChat:
-        tools = _build_toolset(schemas) if schemas else None
+        try:
+            tools = _build_toolset(schemas) if schemas else None
+        except SettingsError as error:
+            reason = str(error).removeprefix("tools: ")
+            raise ChatRequestError(f"tools: {reason}", param="tools") from None
         if tools is not None:
             tools.follow_template(self.renderer.template.tool_source)
         converted = [self._convert_message(message, tools) for message in messages]
@@ -308,9 +312,18 @@ class PromptBuilder:
         return _SURROGATE.sub("\ufffd", self.renderer.decode_ids([token]))
 
     def parse_answer(
-        self, text: str, tools: Toolset | None, create_id: Callable[[], str] = create_call_id
+        self,
+        text: str,
+        tools: Toolset | None,
+        create_id: Callable[[], str] = create_call_id,
+        *,
+        max_calls: int | None = None,
     ) -> ParsedAnswer:
-        """Parse the tool calls of an answer; without valid calls the answer is its text, with what is wrong in them."""
+        """Parse the tool calls of an answer; without valid calls the answer is its text, with what is wrong in them.
+
+        Args:
+            max_calls: further calls are left out, from later prompts, too; None = no limit.
+        """
         try:
             tool_calls = tools.parse_all(text) if tools is not None else []
         except ToolMisuse as misuse:
@@ -326,8 +339,10 @@ class PromptBuilder:
                     "arguments": json.dumps(call.arguments, ensure_ascii=False),
                 },
             }
-            for call in tool_calls
+            for call in tool_calls[:max_calls]
         ]
+        if len(calls) < len(tool_calls):  # the text has calls that the client never sees
+            return ParsedAnswer(None, calls)
         with self._lock:
             self._call_texts[calls[0]["id"]] = text
             while len(self._call_texts) > _MAX_REMEMBERED_CALLS:

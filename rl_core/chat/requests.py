@@ -13,13 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.chat.answer_rules import AnswerRules, ChatRequestError, parse_answer_rules
+from rl_core.chat.answer_rules import (
+    AnswerRules,
+    ChatRequestError,
+    parse_answer_rules,
+    select_callable_tools,
+)
 from rl_core.settings.common import MIN_TEMPERATURE
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_MESSAGES, MAX_TOOLS, MAX_STOPS = 10_000, 128, 16
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TOOL_NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$"
+TOOL_NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"  # OpenAI's
 
 # OpenAI parameters that would change the answer: only the values that change nothing are accepted.
 _PARAMETERS_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -60,7 +65,7 @@ class ChatRequest:
 
     model: str
     messages: list[ChatMessage]
-    tools: list[dict[str, Any]] = field(default_factory=list)  # [] if tool_choice is none
+    tools: list[dict[str, Any]] = field(default_factory=list)  # that tool_choice allows
     stream: bool = False
     include_usage: bool = False
     n: int = 1
@@ -113,7 +118,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     return ChatRequest(
         model=fields.read_text("model"),
         messages=[_parse_message(message, index) for index, message in enumerate(messages)],
-        tools=[] if fields.values.get("tool_choice") == "none" else tools,
+        tools=select_callable_tools(fields.values.get("tool_choice"), tools),
         stream=bool(fields.values.get("stream")),
         include_usage=isinstance(stream_options, dict)
         and bool(stream_options.get("include_usage")),
@@ -258,7 +263,7 @@ def _parse_tool(tool: Any) -> dict[str, Any]:
             "tools: only tools of the type function are supported", param="tools"
         )
     name, parameters = function.get("name"), function.get("parameters") or {}
-    if not isinstance(name, str) or re.match(TOOL_NAME_PATTERN, name) is None:
+    if not isinstance(name, str) or re.fullmatch(TOOL_NAME_PATTERN, name) is None:
         raise ChatRequestError("tools: function.name must be a name", param="tools")
     description = function.get("description") or ""
     if not isinstance(parameters, dict) or not isinstance(description, str):

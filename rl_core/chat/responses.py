@@ -110,6 +110,7 @@ class ResponseFormatter:
     hides_thought: bool = False
     # False = the conversation does not hold all that the prompt was rendered from
     is_learnable: bool = True
+    max_calls: int | None = None  # of an answer; None = no limit
     has_seeded_ids: bool = False  # True = ids of tool calls follow from the seed of their sequence
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -123,7 +124,8 @@ class ResponseFormatter:
         create_id = create_call_id
         if self.has_seeded_ids:
             create_id = _build_seeded_ids(sequence.seed)
-        answer = self.prompts.parse_answer(self.decode_text(sequence.tokens), tools, create_id)
+        text = self.decode_text(sequence.tokens)
+        answer = self.prompts.parse_answer(text, tools, create_id, max_calls=self.max_calls)
         if self.hides_thought and answer.content is not None:
             thought, closing, content = answer.content.partition(_THOUGHT_END)
             return ParsedAnswer(content.lstrip(), [], answer.call_error, f"{thought}{closing}")

@@ -54,7 +54,7 @@ CallFormat = Literal["line", "hermes"]
 
 MAX_CALLS = 16  # of one turn
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # int() would also accept '1_000' and non-ASCII digits
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _TYPE_DESCRIPTIONS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
@@ -82,7 +82,7 @@ class Tool:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise SettingsError(
-                f"tool name {self.name!r} must be letters, digits, '_' or '-', starting with a letter"
+                f"tool name {self.name!r} must be 1 to 64 letters, digits, '_' or '-'"
             )
         check_tool_function(self.name, self.function)
         for parameter, kind in self.parameters.items():

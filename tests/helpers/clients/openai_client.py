@@ -51,6 +51,15 @@ with checks.passing("tool_choice: required and named"):
         assert call.function.name == "zoom" and set(json.loads(call.function.arguments)) == {"row"}
     with client.chat.completions.stream(**COMMON, tools=[TOOL], tool_choice=NAMED) as stream:
         assert stream.get_final_completion().choices[0].message.tool_calls
+with checks.passing("tool_choice: allowed_tools"):
+    other = {"type": "function", "function": {"name": "stop"}}
+    allowed = {"mode": "required", "tools": [other]}
+    answer = client.chat.completions.create(
+        **COMMON,
+        tools=[TOOL, other],
+        tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+    )
+    assert answer.choices[0].message.tool_calls[0].function.name == "stop"
 with checks.passing("penalties and logit_bias"):
     options = {"presence_penalty": 1, "frequency_penalty": 0.5, "logit_bias": {"70": 100}}
     answer = client.chat.completions.create(**COMMON | {"max_tokens": 4}, **options, logprobs=True)

@@ -14,6 +14,7 @@ from helpers.waiting import wait_for
 from posttrain.serving.chat_server import FeedbackJournal
 from posttrain.serving.request_bodies import ChatBody, ToolBody
 from rl_core.chat.prompts import PromptBuilder
+from rl_core.chat.requests import ChatRequestError, parse_chat_request
 from rl_core.chat.responses import TextStream
 from rl_core.environments import make_environment
 from rl_core.inference.engine import create_rollout_backend
@@ -181,6 +182,88 @@ def test_tools_are_called_as_environments_declare_them(served):
     assert instructed.ids == renderer.encode_history_prompt([system, opening])
 
 
+def test_null_is_not_set(served):
+    options = {name: None for name in ChatBody.model_fields if name not in ("model", "messages")}
+    options |= {"seed": 1, "max_tokens": 3}
+    assert served.chat(**options)["choices"] == served.chat(seed=1, max_tokens=3)["choices"]
+    function = {"name": "look", "description": None, "parameters": None, "strict": None}
+    tool = {"type": "function", "function": function}
+    bare = {"type": "function", "function": {"name": "look"}}
+    answer = served.chat(tools=[tool], seed=1, max_tokens=3)
+    assert answer["choices"] == served.chat(tools=[bare], seed=1, max_tokens=3)["choices"]
+    parts = served.stream(max_tokens=3, stream_options={"include_usage": None})
+    assert all(part["choices"] for part in parts)
+
+
+def test_errors_name_the_field_and_not_a_type(served):
+    """Fields of several types: the reason is that of the type that was sent."""
+    for options, param, *reasons in (
+        ({"stop": ["a"] * 17}, "stop", "at most 16"),
+        ({"stop": ["a", ""]}, "stop.1", "at least 1"),
+        ({"stop": ""}, "stop", "at least 1"),
+        ({"stop": 5}, "stop", "string", "array"),
+        ({"stop": {"a": 1}}, "stop", "string", "array"),
+        ({"tool_choice": 5}, "tool_choice", "string", "object"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "string", "array"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "messages.0.content.0.text",
+            "required",
+        ),
+        ({"tools": [TOOLS.schema()[0]] * 2}, "tools", "share a name"),
+        ({"colour": "red"}, "colour", "not permitted"),
+    ):
+        error = served.chat(**options, status=422)["error"]
+        assert error["param"] == param and error["message"].startswith(f"{param}: "), error
+        assert all(reason in error["message"] for reason in reasons), error
+
+
+def test_tools_have_the_names_that_openai_takes(served):
+    """Letters, digits, '_' and '-' in any order, up to 64; recorded sessions read them alike."""
+    opening = {"role": "user", "content": "row 2"}
+    for name in ("3d-render", "-look", "_", "a" * 64):
+        tool = {"type": "function", "function": {"name": name}}
+        builder, prompt = build_prompt(served, opening, tools=[tool])
+        written = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+        (call,) = builder.parse_answer(written, prompt.tools).calls
+        assert call["function"] == {"name": name, "arguments": "{}"}
+        body = {"model": "small", "messages": [opening], "tools": [tool]}
+        assert parse_chat_request(json.dumps(body).encode()).tools[0]["function"]["name"] == name
+    for name in ("", "a b", "größe", "look\n", "a.b", "a" * 65):
+        tool = {"type": "function", "function": {"name": name}}
+        served.chat(tools=[tool], status=422)
+        body = {"model": "small", "messages": [opening], "tools": [tool]}
+        with pytest.raises(ChatRequestError, match="name"):
+            parse_chat_request(json.dumps(body).encode())
+
+
+def test_a_client_that_takes_one_call_gets_one(served, monkeypatch):
+    """`parallel_tool_calls: false`: of two calls in an answer the first counts, in the next prompt, too."""
+    call = '<tool_call>{"name": "zoom", "arguments": {"row": %d, "column": 3}}</tool_call>'
+    written = f"{call % 2}\n{call % 5}"
+    renderer = served.server.prompt_builder.renderer
+    monkeypatch.setattr(type(renderer), "action_text", lambda self, ids: written)
+    tools, seed = TOOLS.schema(), 1
+    for streams in (False, True):
+        for allows_several, rows in ((None, [2, 5]), (True, [2, 5]), (False, [2])):
+            options = dict(tools=tools, seed=seed, temperature=1.5)
+            options["parallel_tool_calls"] = allows_several
+            if streams:
+                deltas = [part["choices"][0]["delta"] for part in served.stream(**options)]
+                calls = [c for delta in deltas for c in delta.get("tool_calls", ())]
+            else:
+                calls = served.chat(**options)["choices"][0]["message"]["tool_calls"]
+            arguments = [json.loads(call["function"]["arguments"]) for call in calls]
+            assert [values["row"] for values in arguments] == rows, (streams, allows_several)
+    opening = {"role": "user", "content": "row 2"}
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": "5 red"}
+    body = ChatBody(model="small", messages=[opening, message, result], tools=tools)
+    prompt = served.server.prompt_builder.build_prompt(body.chat_messages, body.tool_schemas)
+    text = renderer.decode_ids(prompt.ids, is_start=True)
+    assert "zoom 2 3" in text and "zoom 5 3" not in text
+
+
 def test_tool_call_is_a_kind_of_answer(served, monkeypatch):
     monkeypatch.setattr(
         type(served.server.prompt_builder.renderer), "action_text", lambda self, ids: "zoom 2 3"
@@ -325,7 +408,7 @@ def test_errors_have_openai_format(served):
                     {"type": "function", "function": {"name": "f", "parameters": {"properties": 5}}}
                 ]
             ),
-            "messages",
+            "tools",
         ),
     ]
     for options, param in bad_requests:

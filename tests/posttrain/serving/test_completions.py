@@ -275,3 +275,12 @@ def test_the_likeliest_of_tokens_with_one_text_is_reported(served, monkeypatch):
     reference = compute_reference(served, encode(served, "answer red"))
     for position, best in enumerate(choice["logprobs"]["top_logprobs"][1:]):
         assert list(best.values()) == [pytest.approx(float(reference[position].max()), abs=1e-4)]
+
+
+def test_parameters_of_the_old_api_without_effect_are_taken(served):
+    plain = complete(served, seed=1, max_tokens=3, n=2)["choices"]
+    for options in ({"best_of": 2}, {"suffix": ""}, {"best_of": None, "suffix": None}):
+        assert complete(served, seed=1, max_tokens=3, n=2, **options)["choices"] == plain
+    for options in ({"best_of": 3}, {"suffix": "x"}, {"best_of": True}):
+        error = complete(served, status=422, **options)["error"]
+        assert error["param"] in options and "not supported here" in error["message"], error

@@ -127,6 +127,20 @@ def test_length_is_incomplete(server):
     assert stream(server, seed=1, max_output_tokens=2)[-1]["type"] == "response.incomplete"
 
 
+def test_allowed_tools_are_named_without_a_level_in_between(server):
+    pytest.importorskip("llguidance")
+    other = TOOL | {"name": "look"}
+    for name in ("zoom", "look"):
+        allowed = [{"type": "function", "name": name}]
+        choice = {"type": "allowed_tools", "mode": "required", "tools": allowed}
+        response = respond(server, tools=[TOOL, other], tool_choice=choice, seed=3)
+        assert [call["name"] for call in response["output"]] == [name]
+        assert response["tool_choice"] == choice
+    hosted = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}
+    error = respond(server, tools=[TOOL], tool_choice=hosted, status=422)["error"]
+    assert error["param"] == "tool_choice" and "allowed_tools" in error["message"]
+
+
 def test_functions_are_called_and_their_results_continue_the_conversation(server):
     pytest.importorskip("llguidance")
     options = dict(tools=[TOOL], tool_choice={"type": "function", "name": "zoom"}, seed=3)

@@ -291,6 +291,42 @@ def test_a_call_is_demanded(either):
     )
 
 
+def test_allowed_tools_leave_the_others_out(either):
+    """The answer to a request with some tools allowed is that to a request with these tools alone."""
+
+    def ask(**request):
+        choice = read_choice(either.chat(**request))
+        for call in choice["message"].get("tool_calls", ()):
+            del call["id"]
+        return choice
+
+    def allow(mode, *names):
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+    for seed in range(3):
+        chosen = ask(seed=seed, tools=TOOLS, tool_choice=allow("required", "stop"))
+        assert chosen["message"]["tool_calls"][0]["function"]["name"] == "stop"
+        assert chosen == ask(seed=seed, tools=TOOLS[1:], tool_choice="required")
+        options = dict(seed=seed, max_tokens=30)
+        chosen = ask(tools=TOOLS, tool_choice=allow("auto", "stop"), **options)
+        assert chosen == ask(tools=TOOLS[1:], **options)
+    options = dict(tools=TOOLS, seed=1)
+    assert ask(tool_choice=allow("required", "stop", "zoom"), **options) == ask(
+        tool_choice="required", **options
+    )
+    unnamed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{}]}}
+    for choice, status in (
+        (allow("auto", "none"), 400),
+        (allow("auto"), 422),
+        (allow("any", "stop"), 422),
+        (unnamed, 422),
+        ({"type": "allowed_tools", "allowed_tools": "stop"}, 422),
+    ):
+        error = either.chat(tools=TOOLS, tool_choice=choice, status=status)["error"]
+        assert error["param"] == "tool_choice", error
+
+
 def test_tools_and_a_schema_give_a_call_or_a_value(wide):
     kinds = Counter()
     for seed in range(12):
