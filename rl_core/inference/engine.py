@@ -64,8 +64,8 @@ SPARE_TOKENS = 256
 _PREFILL_TOKENS = 8192  # padded tokens per prefill pass
 # a refill also prefills prompts of queued sequences, up to this many tokens
 _LOOKAHEAD_TOKENS = 1024
-# The common beginning of prompts is computed once if that saves this many multiplications: some 190 tokens at 135M.
-_MIN_SAVED_PRODUCTS = 2e10
+# The common beginning of prompts is computed once if that saves this many multiplications: some 90 tokens at 135M.
+_MIN_SAVED_PRODUCTS = 1e10
 # advice for a model of which not even one sequence fits
 _MEMORY_ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"
 

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,8 +238,40 @@ def convert_gguf_file(file: Path, folder: Path) -> None:
     )
 
 
+@contextlib.contextmanager
+def _share_reader(file: Path) -> Iterator[None]:
+    """Let transformers read a GGUF file once: it opens a reader each for tokenizer, config and weights, and builds
+    the table of tensor names for each module. Both take seconds, and neither is changed by its users.
+    """
+    import gguf
+
+    open_reader, reader = gguf.GGUFReader, _open_reader(file)
+
+    def open_shared(path: Any, *options: Any) -> GGUFReader:
+        is_shared = not options and Path(path) == file
+        return reader if is_shared else open_reader(path, *options)
+
+    replacements = {
+        "GGUFReader": open_shared,
+        "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map),
+    }
+    originals = {name: getattr(gguf, name) for name in replacements}
+    for name, function in replacements.items():
+        setattr(gguf, name, function)
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(gguf, name, function)
+
+
 def load_gguf_model(file: Path) -> tuple[Any, Any]:
     """Load the dequantised model and the tokenizer of a GGUF file."""
+    with _share_reader(file):
+        return _load_model_and_tokenizer(file)
+
+
+def _load_model_and_tokenizer(file: Path) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -48,6 +48,29 @@ def test_a_written_model_is_read_back(family, kind, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
+def test_tokenizer_and_weights_share_one_reader(tmp_path, monkeypatch):
+    """A reader takes seconds for a real vocabulary, and transformers opens three."""
+    model, tokenizer = build_model()
+    write_gguf_file(model, tokenizer, tmp_path / "model.gguf", "f32")
+    gguf_files.read_gguf_header(tmp_path / "model.gguf")
+    reader, build_map, opened = gguf.GGUFReader, gguf.get_tensor_name_map, []
+    open_reader = reader.__init__
+
+    def record(self, path, *rest):
+        opened.append(path)
+        open_reader(self, path, *rest)
+
+    monkeypatch.setattr(reader, "__init__", record)
+    read, _ = gguf_files.load_gguf_model(tmp_path / "model.gguf")
+    assert opened == [tmp_path / "model.gguf"]
+    assert torch.equal(read.lm_head.weight, model.lm_head.weight)
+    assert gguf.GGUFReader is reader and gguf.get_tensor_name_map is build_map
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelError):
+        gguf_files.load_gguf_model(tmp_path / "model.gguf")
+    assert gguf.GGUFReader is reader
+
+
 def test_a_proof_fails_for_other_weights(tmp_path):
     model, tokenizer = build_model()
     write_gguf_file(model, tokenizer, tmp_path / "model.gguf", "f32")
