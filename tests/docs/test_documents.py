@@ -579,6 +579,21 @@ def test_every_equation_becomes_mathml(monkeypatch):
         )
 
 
+@pytest.mark.skipif(importlib.util.find_spec("latex2mathml") is None, reason="needs the extra docs")
+def test_a_picture_is_a_link_to_its_file(monkeypatch):
+    import markdown
+
+    monkeypatch.syspath_prepend(str(DOCS / "tools"))
+    extension = importlib.import_module("site_extension")
+    text = "![success](../tests/benchmarks/pictures/learning.png)\n\nnot ![a](b.png) within a line"
+    html = markdown.markdown(text, extensions=[extension.SiteExtension()])
+    assert (
+        '<a href="pictures/learning.png"><img alt="success" src="pictures/learning.png" /></a>'
+        in html
+    )
+    assert html.count("<a ") == 1
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Build the site as `make docs` does, in a copy; warnings are errors."""
