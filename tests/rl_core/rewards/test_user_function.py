@@ -143,7 +143,7 @@ def test_a_result_without_an_order_of_values_is_refused(score, collect):
         seeds = [str(trajectory.seed) for trajectory in trajectories]
         return collect(zip(map(int, seeds), seeds, strict=True) if collect is dict else seeds)
 
-    with pytest.raises(RewardError, match="gave (dict|set|str), expected a list of numbers"):
+    with pytest.raises(RewardError, match=r"gave (dict|set|str), expected a list of numbers"):
         score(score_by_seed)
 
 
