@@ -94,6 +94,7 @@ class Decoder:
         self.head_dim: int = attention.head_dim
         self.query_heads: int = unwrap_linear(attention.q_proj).out_features // self.head_dim
         self.kv_heads: int = unwrap_linear(attention.k_proj).out_features // self.head_dim
+        self.layer_parameters = sum(p.numel() for p in self._base.model.layers.parameters())
         self.vocab_size: int = unwrap_linear(self._base.lm_head).out_features
         known_ids = sorted({token for token in textless_ids if 0 <= token < self.vocab_size})
         self._textless_ids = torch.tensor(known_ids, dtype=torch.int64)
@@ -279,29 +280,38 @@ class Decoder:
         )
 
     @torch.inference_mode()
-    def prefill_prompts(self, ids_MT: torch.Tensor, adapter: int = -1) -> torch.Tensor:
-        """Compute keys and values of right-padded prompts: [layers, 2, M, K, T, D]. Those of padding are never read.
+    def prefill_prompts(
+        self, ids_MT: torch.Tensor, adapter: int = -1, prefix: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute keys and values of right-padded prompts: [layers, 2, M, K, P + T, D]. Padding's are never read.
 
         Args:
             adapter: number of the prompts' adapter (see `set_adapters`), negative = none.
+            prefix: keys and values of P tokens that precede every row, [layers, 2, 1, K, P, D]; None = P is 0.
         """
         with self._apply_adapter(adapter):
-            return self._run_prefill(ids_MT)
+            return self._run_prefill(ids_MT, prefix)
 
-    def _run_prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
+    def _run_prefill(self, ids_MT: torch.Tensor, prefix: torch.Tensor | None) -> torch.Tensor:
         rows, width = ids_MT.shape
+        start = 0 if prefix is None else prefix.shape[4]
         kv = torch.empty(
             len(self._layers),
             2,
             rows,
             self.kv_heads,
-            width,
+            start + width,
             self.head_dim,
             dtype=self.dtype,
             device=self.device,
         )
+        mask_TL = None  # True = is attended to
+        if prefix is not None:
+            kv[..., :start, :] = prefix
+            positions = self._positions[: start + width]
+            mask_TL = positions[None] <= positions[start:, None]
         x_NH = self._embedding[ids_MT.reshape(-1)].to(self.dtype)
-        positions_N = self._positions[:width].repeat(rows)
+        positions_N = self._positions[start : start + width].repeat(rows)
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         for index, layer in enumerate(self._layers):
             qk_NhD, v_NKD = self._project_heads(layer, x_NH, cos_N1D, sin_N1D)
@@ -310,15 +320,16 @@ class Decoder:
                 .transpose(1, 2)
                 .split([self.query_heads, self.kv_heads], dim=1)
             )
-            kv[index, 0] = k_MKTD
-            kv[index, 1] = v_NKD.view(rows, width, -1, self.head_dim).transpose(1, 2)
+            kv[index, 0, :, :, start:] = k_MKTD
+            kv[index, 1, :, :, start:] = v_NKD.view(rows, width, -1, self.head_dim).transpose(1, 2)
             if index + 1 == len(self._layers):  # the last layer's output is not read
                 break
             out_MQTD = functional.scaled_dot_product_attention(
                 q_MQTD,
                 kv[index, 0],
                 kv[index, 1],
-                is_causal=True,
+                attn_mask=mask_TL,
+                is_causal=mask_TL is None,
                 scale=layer.scale,
                 enable_gqa=self.query_heads != self.kv_heads,
             )

@@ -180,6 +180,43 @@ def test_many_sessions_over_few_slots() -> None:
     assert [s.turns for s in together] == [s.turns for s in alone]
 
 
+def test_a_common_beginning_is_prefilled_once(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of 21 to 26 tokens with 20 in common; one ends right after them."""
+    engine, _ = create_backends(model)
+    generator = np.random.default_rng(2)
+    beginning = generator.integers(3, VOCAB, 20).tolist()
+    ends = [[7], [8, 9], [8, 10, 11], generator.integers(3, VOCAB, 6).tolist()]
+    prefilled: list[tuple[int, ...]] = []
+    prefill = engine._decoder.prefill_prompts
+
+    def record(ids_MT: torch.Tensor, *rest: object) -> torch.Tensor:
+        prefilled.append(tuple(ids_MT.shape))
+        return prefill(ids_MT, *rest)
+
+    def play_prompts() -> list[ScriptedSequence]:
+        sequences = [ScriptedSequence([*beginning, *end], i) for i, end in enumerate(ends * 2)]
+        engine.run_sequences(sequences, sampling())
+        return sequences
+
+    monkeypatch.setattr(engine._decoder, "prefill_prompts", record)
+    whole = play_prompts()
+    assert prefilled == [(4, 25)]  # so small a model gains nothing
+    prefilled.clear()
+    monkeypatch.setattr("rl_core.inference.engine._MIN_SAVED_PRODUCTS", 0)
+    shared = play_prompts()
+    assert prefilled == [(1, 19), (4, 6)]
+    assert [s.turns for s in shared] == [s.turns for s in whole]
+    for one, other in zip(shared, whole, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=2e-5)
+    assert measure_trainer_gap(model, shared) < 1e-4
+    prefilled.clear()
+    engine.disable_cross_row_batching()  # a row's rounding would depend on the other prompts
+    play_prompts()
+    assert sorted(prefilled) == [(1, 20), (1, 21), (1, 22), (1, 25)]
+
+
 def test_follows_an_optimizer_step_in_place() -> None:
     model = make_model("llama")
     engine, _ = create_backends(model)
