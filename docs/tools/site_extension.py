@@ -26,7 +26,7 @@ PART = re.compile(r"((?:Args|Returns|Raises|Source)(?:, (?:Returns|Raises))?):(?
 PICTURES = (
     "../tests/benchmarks/pictures/"  # seen from docs/; `make docs` copies them to docs/pictures/
 )
-PICTURE = re.compile(r"!\[[^\]]*\]\((\S+)\)")  # a whole line
+PICTURE = re.compile(r"(?<!\[)!\[[^\]]*\]\(([^\s)]+)\)")  # not in a link
 
 
 class _Math(InlineProcessor):
@@ -52,8 +52,7 @@ class _Lines(Preprocessor):
             line = line.replace(f"]({PICTURES}", "](pictures/").replace(
                 f"](../{PICTURES}", "](../pictures/"
             )
-            if picture := PICTURE.fullmatch(line):
-                line = f"[{line}]({picture[1]})"
+            line = PICTURE.sub(r"[\g<0>](\1)", line)
             if match := PART.match(line):
                 line = f"**{match[1]}:**{line[match.end() :]}"
                 changed.append("")

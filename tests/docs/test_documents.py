@@ -585,13 +585,15 @@ def test_a_picture_is_a_link_to_its_file(monkeypatch):
 
     monkeypatch.syspath_prepend(str(DOCS / "tools"))
     extension = importlib.import_module("site_extension")
-    text = "![success](../tests/benchmarks/pictures/learning.png)\n\nnot ![a](b.png) within a line"
+    row = "a row | ![a](b.png) | [![c](d.png)](e.html)"
+    text = f"![success](../tests/benchmarks/pictures/learning.png)\n\n{row}"
     html = markdown.markdown(text, extensions=[extension.SiteExtension()])
     assert (
         '<a href="pictures/learning.png"><img alt="success" src="pictures/learning.png" /></a>'
         in html
     )
-    assert html.count("<a ") == 1
+    assert '<a href="b.png"><img alt="a" src="b.png" /></a>' in html
+    assert '<a href="e.html"><img alt="c" src="d.png" /></a>' in html and html.count("<a ") == 3
 
 
 @pytest.fixture(scope="module")
