@@ -10,7 +10,7 @@ from claimed.policy_runs import count_iterations_to
 from claimed.report import write_report
 from claimed.results import Results
 from claimed.tasks import TASKS, VALIDATION
-from learning_runs.report import compare_reports
+from learning_runs.report import compare_reports, draw_comparison
 
 
 def test_a_run_is_saved_once_and_only_when_complete(tmp_path):
@@ -102,8 +102,7 @@ def test_the_table_holds_the_results(tmp_path):
     assert json.loads(results.path("rollback", "5e-3", 1).read_text())["seed"] == 1
 
 
-def test_reports_are_compared_with_grpo_seed_by_seed():
-    text = """# Results
+REPORTS = """# Results
 
 ## One, `--parts algorithms`
 
@@ -122,10 +121,31 @@ def test_reports_are_compared_with_grpo_seed_by_seed():
 | ppo | 90.0% [89.0, 91.0] | 89.0, 91.0 | yes |
 | grpo | 91.0% [90.0, 92.0] | 92.0, 90.0 | yes |
 """
-    lines = compare_reports(text).splitlines()
+
+
+def test_reports_are_compared_with_grpo_seed_by_seed():
+    lines = compare_reports(REPORTS).splitlines()
     # ppo - grpo: -3, -3, -3, 1: mean -2, deviation 2, half width 3.182446 * 2 / sqrt(4)
     assert lines[2:] == [
         "| grpo | 93.0% | 95.0 | 91.0 |  | 90.0 |",
         "| ppo | 91.0% | 92.0 | 90.0 | -2.0 [-5.2, 1.2] | 89.0 |",
         "| SFT (the start) | 50.0% | 50.0 |  | -45.0 [-57.7, -32.3] | 50.0 |",
     ]
+
+
+def test_the_drawing_of_all_reports_shows_every_seed_and_is_legible_on_a_phone(
+    tmp_path, monkeypatch
+):
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    draw_comparison(REPORTS, tmp_path / "algorithms.png")
+    [axis] = figures[0].axes
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["grpo", "ppo", "SFT"]
+    dots = [list(line.get_xdata()) for line in axis.lines if line.get_marker() == "o"]
+    assert dots == [[94.0, 96.0, 92.0, 90.0], [91.0, 93.0, 89.0, 91.0], [50.0, 50.0]]
+    width = pyplot.imread(tmp_path / "algorithms.png").shape[1]
+    sizes = {label.get_fontsize() for label in (*axis.get_yticklabels(), *axis.get_xticklabels())}
+    # Points to pixels at 120 dpi, scaled to the 380 px that a phone of 420 px leaves.
+    assert min(sizes) * 120 / 72 * min(1, 380 / width) >= 11

@@ -38,6 +38,14 @@ def test_the_python_fits_the_api():
     assert bound == ["create_policy", "grpo"]
 
 
+def test_the_python_learns_in_seconds_without_a_warning(caplog):
+    names = {}
+    exec(blocks("python")[0], names)
+    rewards = names["trainer"].metrics()["reward/mean"]
+    assert rewards.iloc[0] < -100 and rewards.iloc[-1] > -20
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_the_yaml_is_a_configuration():
     from tasks.config import build_settings
 

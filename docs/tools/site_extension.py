@@ -1,7 +1,8 @@
-"""Markdown extension of the documentation site: equations become MathML, pictures are taken from the site's own copy.
+"""Markdown extension of the documentation site: equations become MathML, pictures come from the copy in docs/pictures.
 
 Browsers draw MathML themselves, so a page with `$...$` and `$$...$$` loads neither script nor font and works offline.
-A Git host that knows dollar maths shows the same equations in the Markdown files, and pictures where they are kept.
+A picture is a link to its file, which a phone shows at full size. A Git host that knows dollar maths shows the same
+equations in the Markdown files, and the pictures of tests/benchmarks/pictures/.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ PART = re.compile(r"((?:Args|Returns|Raises|Source)(?:, (?:Returns|Raises))?):(?
 PICTURES = (
     "../tests/benchmarks/pictures/"  # seen from docs/; `make docs` copies them to docs/pictures/
 )
+PICTURE = re.compile(r"(?<!\[)!\[[^\]]*\]\(([^\s)]+)\)")  # not in a link
 
 
 class _Math(InlineProcessor):
@@ -44,17 +46,18 @@ class _Math(InlineProcessor):
 
 class _Lines(Preprocessor):
     def run(self, lines: list[str]) -> list[str]:
-        """Pictures of the benchmarks from the site's own copy; one paragraph each for a docstring's one-line parts."""
-        found: list[str] = []
+        """Link pictures of the benchmarks to the site's copies; make a docstring's one-line parts paragraphs."""
+        changed: list[str] = []
         for line in lines:
             line = line.replace(f"]({PICTURES}", "](pictures/").replace(
                 f"](../{PICTURES}", "](../pictures/"
             )
+            line = PICTURE.sub(r"[\g<0>](\1)", line)
             if match := PART.match(line):
                 line = f"**{match[1]}:**{line[match.end() :]}"
-                found.append("")
-            found.append(line)
-        return found
+                changed.append("")
+            changed.append(line)
+        return changed
 
 
 class SiteExtension(Extension):

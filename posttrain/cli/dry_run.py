@@ -47,6 +47,11 @@ class StageStatus:
     changes: tuple[str, ...] = ()
     checkpoints: tuple[str, ...] = ()  # of unfinished stages, the newest first
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether there is neither a result nor a checkpoint."""
+        return not (self.has_result or self.changes or self.checkpoints)
+
     def format_lines(self) -> list[str]:
         """Format the status for the terminal."""
         state = "changed" if self.changes else "settings and code unchanged"
@@ -103,16 +108,21 @@ class PipelineExplanation:
     def format_text(self) -> str:
         """Format the explanation for the terminal."""
         lines = []
+        never_run = [stage for stage in self.stages if not stage.decisions]
         for explanation in self.stages:
-            if not explanation.decisions:
-                lines.append(f"{explanation.stage}: was never run in {explanation.folder}")
             for decision in explanation.decisions:
                 lines.append(f"{explanation.stage}: {decision.time}  {decision.key}  {decision}")
                 lines += [f"    {change}" for change in decision.changes]
+        if never_run:
+            names = ", ".join(stage.stage for stage in never_run)
+            lines.append(f"never run in {never_run[0].folder}: {names}")
         lines += ["", "now:"]
-        for explanation in self.stages:
-            for status in explanation.now:
+        statuses = [status for explanation in self.stages for status in explanation.now]
+        for status in statuses:
+            if not status.is_untouched:
                 lines += [f"  {line}" for line in status.format_lines()]
+        if untouched := [status.stage for status in statuses if status.is_untouched]:
+            lines.append(f"  no result yet: {', '.join(untouched)}")
         lines.append("  content of inputs is compared when a stage runs")
         return "\n".join(lines)
 

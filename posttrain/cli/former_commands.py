@@ -54,7 +54,12 @@ def translate_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
         parser: with the former command.
         words: a valid or invalid command line; argparse ends the process for an invalid one, and after --help.
     """
-    arguments = parser.parse_args(words)
+    try:
+        arguments = parser.parse_args(words)
+    except SystemExit as ending:
+        if ending.code:
+            print_new_form(words[0], FORMER_COMMANDS[words[0]].summary.split())
+        raise
     former = FORMER_COMMANDS[arguments.command]
     options = format_options(arguments.former_parser, arguments, {"config", *former.skipped})
     new_words = former.translate(arguments, options)

@@ -148,6 +148,8 @@ def _read_prompts(source: RowSource) -> PromptRows | Records:
         message = str(error).replace("options.path: ", "").removeprefix("options.prompt: ")
         message = re.sub(r"set options\.prompt: (\S+)", r"rename '\1' to 'prompt'", message)
         raise DataError(f"prompts: {message}") from None
+    except DataError as error:  # rows of this script are those of the argument `prompts`
+        raise type(error)(re.sub(r"(?m)^( *)data(?=:|\[)", r"\1prompts", str(error))) from None
 
 
 @contextlib.contextmanager

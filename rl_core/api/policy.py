@@ -121,12 +121,12 @@ def load_policy(
         settings = settings or source
         source = source.path
     if not isinstance(source, str | Path):
-        hint = (
-            "; pass it with its tokenizer: (model, tokenizer)" if hasattr(source, "config") else ""
-        )
+        name = type(source).__name__
+        if isinstance(source, torch.nn.Module):
+            raise SettingsError(f"model: {name} has no tokenizer; pass both: (model, tokenizer)")
         raise SettingsError(
-            f"model: {type(source).__name__} is not a model; pass a folder, a hub name, a (model, tokenizer) pair, "
-            f"ModelSettings or a dict of them, or what load_policy returned{hint}"
+            f"model: {name} is not a model; pass a folder, a hub name, a (model, tokenizer) pair, "
+            "ModelSettings or a dict of them, or what load_policy returned"
         )
     settings = dataclasses.replace(settings or ModelSettings(), path=str(source))
     model, tokenizer = causal_lm.load_model(resolve_model_folder(source), settings, seed=seed)

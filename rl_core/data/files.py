@@ -483,9 +483,12 @@ def iter_table_rows(source: Any) -> Iterable[Any]:
         return iter(source)
     elif isinstance(source, Sequence):
         return source
+    hint = "; pass list(...) of it" if isinstance(source, Iterable) else ""
+    if isinstance(source, Mapping):
+        hint = "; pass columns as a DataFrame"
     raise DataError(
         "data: expected a JSONL or Parquet file, a list of rows, a pandas DataFrame or a datasets.Dataset, found "
-        f"{type(source).__name__}"
+        f"{type(source).__name__}{hint}"
     )
 
 

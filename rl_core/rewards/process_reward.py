@@ -19,7 +19,7 @@ from rl_core.rewards.user_function import complete_awaitable
 from rl_core.settings import ProcessRewardSettings
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import Rollout, Trajectory
-from rl_core.user_code.checks import USER_CODE_ERRORS, parse_finite
+from rl_core.user_code.checks import USER_CODE_ERRORS, is_value_list, parse_finite
 from rl_core.user_code.load import import_function
 
 # Token ids of complete sequences and the positions at which steps end -> one score in [0, 1] for each.
@@ -156,6 +156,8 @@ class ProcessReward(RewardComponent):
                 values = call_with_timeout(seconds, name, _collect_scores, *arguments)
         except TooManyHungCalls as error:
             raise RewardError(str(error)) from error
+        except _StepFailure:
+            raise
         except CallTimeout as error:
             raise _StepFailure(f"did not return within {seconds:g} s") from error
         # a reward must not end the run; CancelledError is no Exception
@@ -174,7 +176,10 @@ class ProcessReward(RewardComponent):
 
 def _collect_scores(function: StepFunction, texts: list[str], trajectory: Trajectory) -> list[Any]:
     """Call the function, which may be async, and collect its scores within the time limit."""
-    return list(complete_awaitable(function(texts, trajectory)))
+    scores = complete_awaitable(function(texts, trajectory))
+    if not is_value_list(scores):
+        raise _StepFailure(f"gave {type(scores).__name__}, expected a list of numbers")
+    return list(scores)
 
 
 class _StepFailure(Exception):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,12 @@ from rl_core.rewards.components import RewardComponent, SampleFailure
 from rl_core.settings import RewardSettings
 from rl_core.time_limits import CallTimeout, TooManyHungCalls, call_with_timeout
 from rl_core.types import Message, Rollout, Trajectory
-from rl_core.user_code.checks import USER_CODE_ERRORS, inspect_signature, parse_finite
+from rl_core.user_code.checks import (
+    USER_CODE_ERRORS,
+    inspect_signature,
+    is_value_list,
+    parse_finite,
+)
 from rl_core.user_code.load import import_function
 
 _POSITIONAL_KINDS = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -336,6 +341,6 @@ def _collect_values(
     call: Callable[..., Any], rollouts: Sequence[Rollout], batch: Sequence[Rollout]
 ) -> list[Any]:
     values = call(rollouts, batch)
-    if not isinstance(values, Iterable):
+    if not is_value_list(values):
         raise _CallFailure(f"gave {type(values).__name__}, expected a list of numbers")
     return list(values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from rl_core.errors import SettingsError
@@ -46,6 +46,14 @@ def check_signature(
         raise SettingsError(
             f"{label} takes {signature} ({error}); it is called with {arguments}"
         ) from error
+
+
+def is_value_list(value: Any) -> bool:
+    """Return whether a user's function returned values in order: anything iterable but texts, mappings and sets.
+
+    The keys of {0: 0.5, 1: 0.7} and the characters of "01" are numbers, too.
+    """
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | Set)
 
 
 def parse_finite(value: Any) -> float | None:

@@ -2,12 +2,13 @@
 
     python tests/benchmarks/learning.py --output OUT [--config configs/demo.yaml] [--episodes 8960] [--seeds 3]
         [--workers 2] [--only 'grpo;ppo'] [--parts algorithms,variants,staleness,...]
-    python tests/benchmarks/learning.py --compare tests/benchmarks/results/learning.md
+    python tests/benchmarks/learning.py --compare tests/benchmarks/results/learning.md [--output OUT]
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
 thread and writes OUT/jobs/<name>-<seed>.json; existing files are not run again, so the benchmark can be interrupted.
 The teacher of `distillation` is GRPO from the same SFT model with another seed, in OUT/teacher. At the end:
-OUT/learning.md (tables for results/learning.md) and OUT/learning.png (success against episodes).
+OUT/learning.md (tables for results/learning.md) and OUT/learning.png (success against episodes). `--compare` prints one
+table of all runs in the file and draws OUT/algorithms.png, every seed of them.
 
 Success is sampled at temperature 1. Curves are measured on 200 validation episodes, the tables on 500 other held-out
 episodes; intervals are 95% intervals over episodes, each played once by every seed's model.
@@ -28,7 +29,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 from learning_runs.gradient_variance import measure_gradient_variance  # noqa: E402
 from learning_runs.jobs import Job, list_jobs  # noqa: E402
-from learning_runs.report import compare_reports, write_report  # noqa: E402
+from learning_runs.report import compare_reports, draw_comparison, write_report  # noqa: E402
 from learning_runs.training import run_job, train_sft_model, train_teacher  # noqa: E402
 
 
@@ -52,7 +53,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.compare:
-        print(compare_reports(options.compare.read_text()))
+        text = options.compare.read_text()
+        print(compare_reports(text))
+        if options.output is not None:
+            draw_comparison(text, options.output / "algorithms.png")
         return
     if options.output is None:
         parser.error("--output: name a folder for the runs")

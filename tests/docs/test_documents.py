@@ -579,6 +579,23 @@ def test_every_equation_becomes_mathml(monkeypatch):
         )
 
 
+@pytest.mark.skipif(importlib.util.find_spec("latex2mathml") is None, reason="needs the extra docs")
+def test_a_picture_is_a_link_to_its_file(monkeypatch):
+    import markdown
+
+    monkeypatch.syspath_prepend(str(DOCS / "tools"))
+    extension = importlib.import_module("site_extension")
+    row = "a row | ![a](b.png) | [![c](d.png)](e.html)"
+    text = f"![success](../tests/benchmarks/pictures/learning.png)\n\n{row}"
+    html = markdown.markdown(text, extensions=[extension.SiteExtension()])
+    assert (
+        '<a href="pictures/learning.png"><img alt="success" src="pictures/learning.png" /></a>'
+        in html
+    )
+    assert '<a href="b.png"><img alt="a" src="b.png" /></a>' in html
+    assert '<a href="e.html"><img alt="c" src="d.png" /></a>' in html and html.count("<a ") == 3
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Build the site as `make docs` does, in a copy; warnings are errors."""

@@ -112,6 +112,26 @@ def write_report(output: Path, seeds: int, episodes: int) -> None:
     draw_curves(results, names, output / "learning.png")
 
 
+def read_reports(text: str) -> list[dict[str, list[float]]]:
+    """Read the success of each algorithm and seed, in percent, from results/learning.md, newest run first."""
+    reports = []
+    for section in text.split("\n## ")[1:]:
+        if "`--parts algorithms`" not in section.partition("\n")[0]:
+            continue
+        rows = [line.split(" | ") for line in section.splitlines() if "% [" in line]
+        reports.append({row[0].strip("| "): [float(x) for x in row[2].split(",")] for row in rows})
+    return reports
+
+
+def pool_seeds(reports: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Collect the seeds of all runs by algorithm, the highest mean first."""
+    values = {
+        name: [value for report in reports for value in report.get(name, ())]
+        for name in dict.fromkeys(name for report in reports for name in report)
+    }
+    return dict(sorted(values.items(), key=lambda item: -statistics.fmean(item[1])))
+
+
 def compare_reports(text: str) -> str:
     """Compare all algorithms with GRPO over several reports, seed by seed.
 
@@ -121,31 +141,51 @@ def compare_reports(text: str) -> str:
     Returns:
         A table: mean success of all seeds and of each report, and the difference to GRPO of the same report and seed.
     """
-    reports = []
-    for section in text.split("\n## ")[1:]:
-        if "`--parts algorithms`" not in section.partition("\n")[0]:
-            continue
-        rows = [line.split(" | ") for line in section.splitlines() if "% [" in line]
-        reports.append({row[0].strip("| "): [float(x) for x in row[2].split(",")] for row in rows})
+    reports = read_reports(text)
     titles = " | ".join(f"run {number}" for number in range(1, len(reports) + 1))
     lines = [
         f"| algorithm | success | {titles} | against GRPO, points [95%] | worst seed |",
         "|" + "---|" * (len(reports) + 4),
     ]
-    means = {}
-    for name in dict.fromkeys(name for report in reports for name in report):
+    for name, values in pool_seeds(reports).items():
         ours = [report for report in reports if name in report]
-        means[name] = statistics.fmean(value for report in ours for value in report[name])
-    for name in sorted(means, key=lambda name: -means[name]):
-        ours = [report for report in reports if name in report]
-        values = [value for report in ours for value in report[name]]
         gap = estimate_gap(values, [value for report in ours for value in report["grpo"]])
         cells = [f"{statistics.fmean(r[name]):.1f}" if name in r else "" for r in reports]
         against = "" if name == "grpo" else format_interval(gap)
         lines.append(
-            f"| {name} | {means[name]:.1f}% | {' | '.join(cells)} | {against} | {min(values):.1f} |"
+            f"| {name} | {statistics.fmean(values):.1f}% | {' | '.join(cells)} | {against} | {min(values):.1f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def draw_comparison(text: str, path: Path) -> None:
+    """Draw the success of every seed by algorithm, narrow enough to read on a phone.
+
+    Args:
+        text: of results/learning.md, as for `compare_reports`.
+        path: PNG of about 730 px, a line for each algorithm and a dot for each seed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    values = pool_seeds(read_reports(text))
+    figure, axis = plt.subplots(figsize=(6, 0.5 * len(values) + 1.1))
+    for line, (name, seeds) in enumerate(values.items()):
+        color = "#5B6573" if name.startswith("SFT") else "#0072B2"
+        axis.plot(seeds, [line] * len(seeds), "o", color=color, alpha=0.35, markersize=9)
+        axis.plot([statistics.fmean(seeds)] * 2, [line - 0.36, line + 0.36], color=color, lw=3.5)
+    axis.set_yticks(range(len(values)), [name.replace(" (the start)", "") for name in values])
+    axis.set_ylim(len(values) - 0.4, -0.6)
+    axis.set_xlim(-2, 102)
+    axis.set_xticks(range(0, 101, 25), [f"{share}%" for share in range(0, 101, 25)])
+    axis.tick_params(labelsize=16, length=0)
+    axis.grid(alpha=0.3)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.set_xlabel("success; dot: a seed, bar: mean", fontsize=16)
+    figure.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.08)
+    plt.close(figure)
 
 
 def format_rate(rate: Any) -> str:

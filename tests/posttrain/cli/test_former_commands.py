@@ -60,6 +60,23 @@ def test_every_former_command_has_a_line_here_and_none_is_shown(capsys):
     assert "Former name of check machine" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("former", "new"),
+    [
+        ("diff", "compare --models"),
+        ("stage sft", "run CONFIG --only STAGE"),
+        ("plan demo --gpu", "check plan"),
+    ],
+)
+def test_an_incomplete_former_command_line_says_the_new_name_too(former, new, capsys):
+    words = shlex.split(former)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    *_, error, last = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and error.startswith(f"posttrain {words[0]}: ")
+    assert last == f"posttrain: {words[0]} is now: posttrain {new}"
+
+
 def test_a_former_command_runs_and_its_output_is_that_of_the_new_one(tmp_path, capsys):
     words = ["--output", str(tmp_path)]
     assert cli.main(["approve", *words, "--json"]) == 0

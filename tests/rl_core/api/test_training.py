@@ -5,6 +5,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 import torch
 from helpers.library import Echo, have_equal_tensors, length, settings, small_policy, weights
@@ -416,7 +417,9 @@ def test_what_is_refused_before_anything_is_played(tmp_path):
     )
     assert_refused("neither a function nor an object", environment=Echo(), callbacks=[3])
     assert_refused(
-        "Llama.* is not a model.*with its tokenizer", model=small_policy().model, environment=Echo()
+        r"^model: Llama.* has no tokenizer; pass both: \(model, tokenizer\)",
+        model=small_policy().model,
+        environment=Echo(),
     )
     assert_refused("create_policy", model=rl_core.ModelSettings(), environment=Echo())
     assert_refused(
@@ -436,6 +439,23 @@ def test_what_is_refused_before_anything_is_played(tmp_path):
         rl_core.generate(small_policy(), "a question")
 
 
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ({"prompt": ["a"]}, r"^prompts: expected .*, found dict; pass columns as a DataFrame$"),
+        (iter("ab"), r"^prompts: expected .*, found str_\w*iterator; pass list\(\.\.\.\) of it$"),
+        (np.array(["a"]), r"^prompts: expected .*, found ndarray; pass list\(\.\.\.\) of it$"),
+        (3, r"^prompts: expected .*, found int$"),
+        ([], "^prompts: holds no row"),
+        ([{"question": "a"}], r"^prompts: 1 of 1 rows cannot be used:\n  prompts\[0\]: prompt: "),
+    ],
+    ids=["columns", "iterator", "array", "number", "empty", "no prompt"],
+)
+def test_bad_prompts_are_called_prompts(prompts, message):
+    with pytest.raises(rl_core.DataError, match=message):
+        rl_core.grpo(small_policy(), prompts=prompts, reward=length)
+
+
 def test_bad_rows_are_named(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "a"}\n{"question": "b"}\n{"prompt": 3}\n[]\n')
@@ -448,7 +468,7 @@ def test_bad_rows_are_named(tmp_path):
         ":4: must be",
     ):
         assert text in str(error.value)
-    with pytest.raises(rl_core.RecordsError, match=r"data\[1\]: prompt: is empty"):
+    with pytest.raises(rl_core.RecordsError, match=r"prompts\[1\]: prompt: is empty"):
         rl_core.grpo(small_policy(), prompts=["a", " "], reward=length)
     with pytest.raises(rl_core.DataError, match="1 of 2 rows have no level"):
         rl_core.grpo(small_policy(), prompts=[{"prompt": "a", "level": "x"}, "b"], reward=length)

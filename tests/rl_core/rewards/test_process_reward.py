@@ -24,6 +24,10 @@ def check(steps, trajectory):
         return [1.0]
     if "nan" in steps:
         return [float("nan")] * len(steps)
+    if "dict" in steps:
+        return {0: 1.0}
+    if "text" in steps:
+        return "1"
     return [float(step == trajectory.target) for step in steps]
 """
 
@@ -95,7 +99,7 @@ def test_another_delimiter(score):
     assert [end for end, _ in played.step_scores] == [2, 5, 7]
 
 
-@pytest.mark.parametrize("bad", ["raise", "short\nt", "nan"])
+@pytest.mark.parametrize("bad", ["raise", "short\nt", "nan", "dict", "text"])
 def test_a_function_that_fails_excludes_the_rollout(score, bad):
     rollouts, metrics = score(("t",), (bad,))
     assert [played.is_masked for played in rollouts] == [False, True]

@@ -135,6 +135,18 @@ def test_a_function_that_fails_on_everything_stops_at_any_share(score):
     assert groups[1].rewards == [4.5] * 4  # the others get the mean of the known values
 
 
+@pytest.mark.parametrize("collect", [dict, set, "".join], ids=["dict", "set", "text"])
+def test_a_result_without_an_order_of_values_is_refused(score, collect):
+    """The keys of {0: 0.5, 1: 0.7} and the digits of "01" are numbers, one for each trajectory, but no rewards."""
+
+    def score_by_seed(trajectories):
+        seeds = [str(trajectory.seed) for trajectory in trajectories]
+        return collect(zip(map(int, seeds), seeds, strict=True) if collect is dict else seeds)
+
+    with pytest.raises(RewardError, match=r"gave (dict|set|str), expected a list of numbers"):
+        score(score_by_seed)
+
+
 def test_what_no_sample_is_to_blame_for_is_never_masked(score):
     with pytest.raises(RewardError, match="gave 1 values for 8 trajectories"):
         score(lambda trajectories: [1.0])

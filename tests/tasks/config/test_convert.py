@@ -168,6 +168,27 @@ def test_common_names_name_settings_that_exist():
                 resolve_block(path.replace("STAGE", f"stages.{stage}"))
 
 
+@pytest.mark.parametrize(
+    ("name", "stage", "path"),
+    [
+        ("cliprange", "policy", "stages.policy.clip_eps"),
+        ("num_ppo_epochs", "policy", "stages.policy.epochs"),
+        ("num_mini_batches", "policy", "stages.policy.minibatches"),
+        ("init_kl_coef", "policy", "stages.policy.kl_coef"),
+        ("total_episodes", "policy", "stages.policy.iterations"),
+        ("reward_model_path", "policy", "stages.policy.rewards"),
+        ("sft_model_path", "policy", "model.path"),
+        ("max_seq_length", "sft", "stages.prepare_data.max_tokens"),
+        ("rpo_alpha", "preference", "stages.preference.sft_coef"),
+        ("reference_free", "preference", "stages.preference.loss"),
+        ("r", "sft", "model.lora.rank"),
+        ("r", None, "model.lora.rank"),
+    ],
+)
+def test_names_of_peft_and_of_older_trl_name_the_setting(name, stage, path):
+    assert f"{name} is {path} " in explain_framework_name(name, stage)
+
+
 @pytest.mark.parametrize("trainer", ["grpo", "rloo", "distillation"])
 def test_a_config_without_a_model_keeps_its_lengths(trainer, tmp_path):
     """Trainers get the model as an argument: the context of our default preset says nothing about it."""
