@@ -92,7 +92,7 @@ def _run_analysis(context: StageContext) -> dict[str, Any]:
         training=training,
         probes=probes,
         title=f"{context.pipeline.name}: trajectory analysis",
-        seed=context.seed,
+        seed=context.pipeline.find_stage_seed("analyze"),  # as the evaluation's: equal intervals
         image_of=build_image_function(environment),
         image_tools=list_image_tools(environment),
         curriculum=[stage.name for stage in policy.curriculum] if policy is not None else [],

@@ -24,7 +24,7 @@ from tasks.pipeline.dag import run_dag, wrap_stage_call
 from tasks.pipeline.pipeline_run import PipelineRun
 from tasks.pipeline.stage_key import StageKeys
 from tasks.pipeline.stage_result import format_gain
-from tasks.stages import evaluate
+from tasks.stages import analyze, evaluate
 
 WITHOUT = [f"stages.{stage}=null" for stage in ("distill", "preference", "reward_model", "policy")]
 
@@ -59,8 +59,15 @@ def run(config, *overrides, options=None):
         played.append(name)
         return play_model(context, name, *arguments)
 
-    play_model = evaluate._play_model
+    def write_report(*arguments, seed, **options):
+        assert (
+            seed == 0
+        )  # of the pipeline, as the evaluation's: the same difference has one interval
+        return analyze_models(*arguments, seed=seed, **options)
+
+    play_model, analyze_models = evaluate._play_model, analyze.analyze
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(analyze, "analyze", write_report)
         patch.setattr(evaluate, "_play_model", play)
         with PipelineRun(load_settings(config, [*WITHOUT, *overrides]), options) as pipeline_run:
             run_dag(pipeline_run, {}, wrap_stage_call)
