@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 
 import pytest
 from helpers.killed_service import KilledService
@@ -117,7 +118,8 @@ def test_orders_are_forwarded_once_and_alarms_recorded(folder):
     ]
     assert forwarded == [entry["order"] for entry in orders]
     events = [(event["kind"], event["text"]) for event in read_events(folder.path)]
-    text = f"drift: length rises; `posttrain online resume {folder.path}` resumes learning"
+    name = shlex.quote(str(folder.path))  # it has a space
+    text = f"drift: length rises; `posttrain online resume {name}` resumes learning"
     alarm = ("alarm", text)  # recorded again after the restart: still active
     assert events == [("promoted", "snapshot 9: no worse"), alarm, alarm]
 
