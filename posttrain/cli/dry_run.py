@@ -49,7 +49,7 @@ class StageStatus:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether there is neither a result nor a checkpoint."""
+        """True if there is neither a result nor a checkpoint."""
         return not (self.has_result or self.changes or self.checkpoints)
 
     def format_lines(self) -> list[str]:
