@@ -321,3 +321,33 @@ def test_drafts_keep_limits_and_seeds_of_adapters(monkeypatch):
     tables = record_drafts(monkeypatch)
     assert play() == expected
     assert tables[0].counts[1] > 0
+
+
+def test_a_common_beginning_is_prefilled_with_each_adapter(monkeypatch):
+    """At temperature 0.7; keys and values of the beginning are those of the prompt's adapter."""
+    model = make_model("llama", head_dim=32)
+    numbers = torch.Generator().manual_seed(1)
+    adapters = [
+        {
+            f"model.layers.{layer}.mlp.down_proj": LowRank(
+                torch.randn(2, 64, generator=numbers), torch.randn(32, 2, generator=numbers), 0.1
+            )
+            for layer in range(2)
+        }
+        for _ in range(2)
+    ]
+
+    def play():
+        engine = Engine(model, eos_ids=(), pad_id=0, max_length=40)
+        sequences = [ScriptedSequence([*range(3, 23), 9 + i], i) for i in range(9)]
+        for i, sequence in enumerate(sequences):
+            sequence.adapter = i % 3 - 1
+        sampling = SamplingSettings(max_completion_tokens=8, temperature=0.7)
+        engine.run_sequences(sequences, sampling, adapters)
+        return sequences
+
+    whole = play()
+    monkeypatch.setattr("rl_core.inference.engine._MIN_SAVED_PRODUCTS", 0)
+    for shared, expected in zip(play(), whole, strict=True):
+        assert shared.turns == expected.turns
+        assert shared.logprobs == pytest.approx(expected.logprobs, abs=2e-5)
